@@ -1,0 +1,101 @@
+"""Checks at the door: each returns the value in its working type, or raises InputError."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from diminuendo.errors import InputError
+
+Vector = NDArray[np.float64]
+
+
+def real(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    remedy: str = "",
+) -> float:
+    """A finite float inside (above, below) and [at_least, at_most]."""
+    bounds = [
+        text
+        for bound, text in (
+            (above, f"above {above:g}"),
+            (at_least, f"at least {at_least:g}"),
+            (below, f"below {below:g}"),
+            (at_most, f"at most {at_most:g}"),
+        )
+        if math.isfinite(bound)
+    ]
+    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and above < number < below and at_least <= number <= at_most):
+        raise InputError(expected, name=name, value=value, remedy=remedy)
+    return number
+
+
+def positive(name: str, value: Any, *, remedy: str = "") -> float:
+    return real(name, value, above=0, remedy=remedy)
+
+
+def count(name: str, value: Any, *, at_least: int = 1, remedy: str = "") -> int:
+    """A whole number, not a bool and not a float that happens to be whole."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        number = at_least - 1
+    if number < at_least:
+        raise InputError(
+            f"a whole number of at least {at_least}", name=name, value=value, remedy=remedy
+        )
+    return number
+
+
+def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str = "") -> Vector:
+    """A non-empty one-dimensional float64 array of finite (and, by default, positive) numbers."""
+    kind = "positive" if positive else "nonnegative"
+    expected = f"a non-empty list of finite {kind} numbers"
+    try:
+        array = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(expected, name=name, value=values, remedy=remedy) from None
+    if array.ndim != 1 or array.size == 0:
+        raise InputError(expected, name=name, value=array.tolist(), remedy=remedy)
+    bad = ~np.isfinite(array) | (array <= 0 if positive else array < 0)
+    if bad.any():
+        first = int(np.argmax(bad))
+        raise InputError(
+            expected, name=f"{name}[{first}]", value=float(array[first]), remedy=remedy
+        )
+    return array
+
+
+def choice(name: str, value: Any, options: Iterable[str], *, remedy: str = "") -> str:
+    known = list(options)
+    if value not in known:
+        raise InputError(f"one of {', '.join(known)}", name=name, value=value, remedy=remedy)
+    return str(value)
+
+
+def same_length(name: str, one: Vector, other_name: str, other: Vector, remedy: str = "") -> None:
+    if one.size != other.size:
+        raise InputError(
+            f"as long as {other_name} ({other.size})",
+            name=f"the length of {name}",
+            value=int(one.size),
+            remedy=remedy,
+        )
