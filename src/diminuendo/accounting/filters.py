@@ -1,0 +1,197 @@
+"""Adaptive spending: may this step be taken, when its σ was chosen after seeing earlier releases?
+
+A filter is asked before a step and answers yes, charging it, or no, changing nothing.
+
+`GaussianFilter` (full-batch steps). Formal guarantee: whatever rule picks each σ_t from what was
+released before, the steps that got a yes are together μ-Gaussian differentially private, μ the
+budget's: Σ (Δ/σ_t)² ≤ μ² is enough (fully adaptive composition of Gaussian differential privacy,
+Smith and Thakurta 2022; Koskela, Tobaben and Honkela 2023). Add-remove or replace-one neighbours.
+
+`RenyiFilter` (full-batch and Poisson-subsampled steps). Formal guarantee: for one order a, fixed
+before the first step, the steps that got a yes have Rényi divergence at most B together, whatever
+rule picks each (σ_t, rate_t) (Feldman and Zrnic 2021), and so are (B + offset(a, δ), δ)-private.
+Add-remove neighbours. Taking, at every step, whichever order happens to have room would not be
+covered by that theorem and is not offered.
+
+The order, the budget, δ and the clip norm are not adaptive.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Self, cast
+
+import numpy as np
+
+from diminuendo import _validate
+from diminuendo.accounting import renyi
+from diminuendo.budget import Budget, Conversion, Relation
+from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
+
+_UNIT = 1 << 200
+"""Costs are whole multiples of 2⁻²⁰⁰, rounded up: sums are exact, in any order, reloaded or not."""
+
+
+class _Filter(ABC):
+    """A limit, what has been spent of it, and the price of a step; all in units of 2⁻²⁰⁰."""
+
+    kind: str
+
+    def __init__(self, budget: Budget, limit: float) -> None:
+        self.budget = budget
+        self._limit = math.floor(Fraction(limit) * _UNIT)
+        self._spent = 0
+
+    @abstractmethod
+    def _cost(self, step: GaussianStep) -> Fraction: ...
+
+    @abstractmethod
+    def _terms(self) -> dict[str, Any]: ...
+
+    def _units(self, step: GaussianStep) -> int:
+        return step.count * math.ceil(self._cost(step) * _UNIT)
+
+    def fits(self, step: GaussianStep) -> bool:
+        """Whether `request` would say yes. Changes nothing."""
+        return self._spent + self._units(step) <= self._limit
+
+    def request(self, step: GaussianStep) -> bool:
+        """Yes: the step is charged (all `count` of it) and may be taken. No: nothing changes."""
+        cost = self._units(step)
+        if self._spent + cost > self._limit:
+            return False
+        self._spent += cost
+        return True
+
+    @property
+    def spent(self) -> float:
+        """The share of the limit that is spent, in [0, 1]."""
+        return float(Fraction(self._spent, self._limit))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `from_state` needs, as JSON: the budget's terms and what is spent."""
+        budget = self.budget
+        return {
+            "filter": self.kind,
+            "epsilon": budget.epsilon,
+            "delta": budget.delta,
+            "relation": budget.relation,
+            "conversion": budget.conversion,
+            "spent": str(self._spent),
+            **self._terms(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """The filter as it was when `state` was taken: the same answers from here on."""
+        if state.get("filter") != cls.kind:
+            raise InputError(f'"{cls.kind}"', name="filter", value=state.get("filter"))
+        budget = Budget(
+            epsilon=state["epsilon"],
+            delta=state["delta"],
+            relation=cast(Relation, state["relation"]),
+            conversion=cast(Conversion, state["conversion"]),
+        )
+        made = cls._with_terms(budget, state)
+        spent = str(state.get("spent"))
+        if not spent.isdigit() or int(spent) > made._limit:
+            raise InputError("a whole number within the limit", name="spent", value=spent)
+        made._spent = int(spent)
+        return made
+
+    @classmethod
+    @abstractmethod
+    def _with_terms(cls, budget: Budget, state: Mapping[str, Any]) -> Self: ...
+
+
+class GaussianFilter(_Filter):
+    """Σ (Δ/σ_t)² ≤ μ², for full-batch steps."""
+
+    kind = "gaussian"
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget, budget.mu**2 * (1 - 1e-15))
+
+    def _cost(self, step: GaussianStep) -> Fraction:
+        if step.sampling_rate != 1:
+            raise InputError(
+                "1 for the Gaussian filter",
+                name="sampling_rate",
+                value=step.sampling_rate,
+                remedy="Use a RenyiFilter for subsampled steps.",
+            )
+        return (Fraction(self.budget.sensitivity) / Fraction(step.noise_multiplier)) ** 2
+
+    def _terms(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def _with_terms(cls, budget: Budget, state: Mapping[str, Any]) -> Self:
+        del state
+        return cls(budget)
+
+
+class RenyiFilter(_Filter):
+    """Σ D_a(σ_t, rate_t) ≤ ε − offset(a, δ) at one whole order a, fixed from the start."""
+
+    kind = "renyi"
+
+    def __init__(self, budget: Budget, *, order: int) -> None:
+        if budget.relation != "add-remove":
+            raise InputError(
+                "add-remove",
+                name="relation",
+                value=budget.relation,
+                remedy="The Rényi filter is for add-remove neighbours.",
+            )
+        self.order = _validate.count("order", order, at_least=2)
+        limit = budget.epsilon - renyi.offset(self.order, budget.delta)
+        if limit <= 0:
+            raise InputError(
+                "large enough that the conversion leaves something to spend",
+                name="order",
+                value=order,
+                remedy="`best_order` finds one.",
+            )
+        super().__init__(budget, limit * (1 - 1e-12))
+
+    def _cost(self, step: GaussianStep) -> Fraction:
+        sigma = np.array([step.noise_multiplier])
+        cost = float(renyi.divergence(self.order, sigma, step.sampling_rate)[0])
+        if not math.isfinite(cost):
+            raise InputError(
+                "large enough for a finite price",
+                name="noise_multiplier",
+                value=step.noise_multiplier,
+            )
+        return Fraction(cost)
+
+    def _terms(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    @classmethod
+    def _with_terms(cls, budget: Budget, state: Mapping[str, Any]) -> Self:
+        return cls(budget, order=state["order"])
+
+
+def best_order(budget: Budget, typical: GaussianStep) -> int:
+    """The order at which steps like `typical` can be repeated most often within the budget."""
+    sigma = np.array([typical.noise_multiplier])
+    room = {
+        order: (budget.epsilon - renyi.offset(order, budget.delta))
+        / float(renyi.divergence(order, sigma, typical.sampling_rate)[0])
+        for order in renyi.ORDERS
+    }
+    order = max(room, key=lambda a: room[a])
+    if room[order] <= 0:
+        raise InputError(
+            "large enough for the Rényi conversion",
+            name="epsilon",
+            value=budget.epsilon,
+            remedy=f"At delta={budget.delta:g} no order fits.",
+        )
+    return order

@@ -1,0 +1,30 @@
+"""q_t, how much step t's noise hurts the end: vectors q_1…q_T of positive numbers.
+
+All are pure functions of their arguments. An influence is scaled so that the noise part of the
+bound is α·R·Σ_t q_t σ_t² (times η₀ for momentum); schedules depend on its ratios alone. Where q_t
+would fall below `FLOOR` of its scale it is held there, so that a million steps neither underflow
+nor give an infinite σ; the budget and the bound are the same to double precision.
+"""
+
+from diminuendo.influence.closed_forms import (
+    FLOOR,
+    exponential,
+    gradient_descent,
+    momentum,
+    momentum_split,
+    momentum_two_phase,
+)
+from diminuendo.influence.measured import from_file, from_values
+from diminuendo.influence.spectral import spectrum
+
+__all__ = [
+    "FLOOR",
+    "exponential",
+    "from_file",
+    "from_values",
+    "gradient_descent",
+    "momentum",
+    "momentum_split",
+    "momentum_two_phase",
+    "spectrum",
+]
