@@ -1,0 +1,68 @@
+"""diminuendo: private gradient descent whose noise fades where it hurts most.
+
+Names are loaded when first used, so that `import diminuendo` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diminuendo import bounds, influence, schedules
+    from diminuendo.accounting.account import delta, epsilon
+    from diminuendo.accounting.calibrate import calibrate
+    from diminuendo.budget import Budget
+    from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, SchemaError
+    from diminuendo.events import GaussianStep
+    from diminuendo.planning import Plan, PlanWarning, plan
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Budget": "budget",
+    "BudgetRefused": "errors",
+    "DiminuendoError": "errors",
+    "GaussianStep": "events",
+    "InputError": "errors",
+    "Plan": "planning",
+    "PlanWarning": "planning",
+    "SchemaError": "errors",
+    "calibrate": "accounting.calibrate",
+    "delta": "accounting.account",
+    "epsilon": "accounting.account",
+    "plan": "planning",
+}
+_MODULES = ("bounds", "influence", "schedules")
+
+__all__ = [
+    "Budget",
+    "BudgetRefused",
+    "DiminuendoError",
+    "GaussianStep",
+    "InputError",
+    "Plan",
+    "PlanWarning",
+    "SchemaError",
+    "bounds",
+    "calibrate",
+    "delta",
+    "epsilon",
+    "influence",
+    "plan",
+    "schedules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"diminuendo.{name}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"diminuendo.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'diminuendo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

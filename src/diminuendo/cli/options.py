@@ -1,0 +1,50 @@
+"""Options that several commands share, and how they print."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from diminuendo import _validate
+from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
+
+Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the target.")]
+Delta = Annotated[float, typer.Option("--delta", help="δ of the target, well below 1/examples.")]
+RelationName = Annotated[
+    str, typer.Option("--relation", help="Neighbouring data: add-remove or replace-one.")
+]
+ConversionName = Annotated[
+    str, typer.Option("--conversion", help="exact, zcdp (the paper's) or zcdp-tight.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def make_budget(epsilon: float, delta: float, relation: str, conversion: str) -> Budget:
+    return Budget(
+        epsilon=epsilon,
+        delta=delta,
+        relation=cast(Relation, _validate.choice("--relation", relation, SENSITIVITY)),
+        conversion=cast(Conversion, _validate.choice("--conversion", conversion, CONVERSIONS)),
+    )
+
+
+def print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, ensure_ascii=False))
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table that is never cut short: a narrow terminal wraps it instead."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    needed = Console(width=1000).measure(table).maximum
+    Console(width=max(Console().width, needed)).print(table)

@@ -1,0 +1,402 @@
+"""plan(...): from (ε, δ) and what is publicly known, to the number of steps and σ_1…σ_T."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from diminuendo import _files, _validate, accounting, events, schedules
+from diminuendo._validate import Vector
+from diminuendo.accounting import renyi
+from diminuendo.accounting.calibrate import calibrate
+from diminuendo.bounds import landscape, noise_level
+from diminuendo.budget import Budget
+from diminuendo.errors import InputError, SchemaError
+
+SCHEMA = "diminuendo.plan"
+VERSION = 1
+SCHEDULES = ("optimal", *schedules.shapes.NAMED)
+
+
+class PlanWarning(UserWarning):
+    """Something in a plan that is allowed and probably not meant."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What to run and what it costs. Immutable; equal plans have equal digests.
+
+    Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
+    sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
+    epsilon ≤ budget.epsilon. `erub` and `erub_uniform` are not privacy claims: they hold under
+    the `assumptions`.
+    """
+
+    budget: Budget
+    steps: int
+    sigmas: Vector
+    sampling_rate: float
+    clip: float
+    examples: int
+    parameters: int | None
+    schedule: str
+    momentum: float | None
+    alpha: float
+    epsilon: float
+    erub: float
+    erub_uniform: float
+    uniform_steps: int
+    noise_ratio: float
+    assumptions: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        sigmas = _validate.vector("sigmas", self.sigmas)
+        sigmas.setflags(write=False)
+        object.__setattr__(self, "sigmas", sigmas)
+        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        if sigmas.size != self.steps:
+            raise InputError(
+                f"steps ({self.steps})", name="the length of sigmas", value=int(sigmas.size)
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything in the plan."""
+        text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def events(self) -> tuple[events.GaussianStep, ...]:
+        """What the run will release, with runs of equal steps gathered."""
+        return events.from_schedule(self.sigmas, np.full(self.steps, self.sampling_rate))
+
+    def _content(self) -> dict[str, Any]:
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
+        content["budget"] = asdict(self.budget)
+        content["sigmas"] = self.sigmas.tolist()
+        content["assumptions"] = list(self.assumptions)
+        return {"schema": SCHEMA, "version": VERSION, **content}
+
+    def to_json(self) -> str:
+        """One JSON object; floats are written so that they read back bit for bit."""
+        return json.dumps({**self._content(), "digest": self.digest}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the given text") -> Plan:
+        """Read a plan, check its schema and digest, and account its ε anew."""
+        data = _files.parse_json(text, name="the plan", source=source)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise InputError(
+                f'a JSON object with "schema": "{SCHEMA}"',
+                name="the plan",
+                value=source,
+                remedy="`diminuendo plan -o plan.json` writes one.",
+            )
+        if data.get("version") != VERSION:
+            raise SchemaError(
+                f"of schema version {VERSION}",
+                name="the plan",
+                value=data.get("version"),
+                remedy="Plan again with this version of diminuendo, or use the version that "
+                "wrote it.",
+            )
+        return cls._from_content(data, source)
+
+    @classmethod
+    def _from_content(cls, data: Mapping[str, Any], source: str) -> Plan:
+        names = {f.name for f in fields(cls)}
+        if set(data) != names | {"schema", "version", "digest"}:
+            raise InputError(
+                "a plan with exactly its own fields",
+                name="the plan",
+                value=source,
+                remedy=f"Differing: {', '.join(sorted(names ^ set(data)))}.",
+            )
+        try:
+            content = {name: data[name] for name in names}
+            plan = cls(**{**content, "budget": Budget(**content["budget"])})
+        except TypeError:
+            raise InputError(
+                "a plan with fields of the right types", name="the plan", value=source
+            ) from None
+        if plan.digest != data["digest"]:
+            raise InputError(
+                "unchanged since it was written",
+                name="the plan",
+                value=source,
+                remedy="Its digest does not match its content: plan again.",
+            )
+        accounted = _account(plan.sigmas, plan.budget, plan.sampling_rate)
+        if accounted > plan.epsilon * (1 + 1e-9):
+            raise InputError(
+                f"at least {accounted!r}, as accounted",
+                name="epsilon",
+                value=plan.epsilon,
+                remedy="Plan again with this version.",
+            )
+        return plan
+
+    def summary(self) -> str:
+        """A page for people."""
+        from diminuendo.report.text import plan_summary
+
+        return plan_summary(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def plan(
+    budget: Budget,
+    *,
+    examples: int,
+    parameters: int | None = None,
+    clip: float = 1.0,
+    steps: int | Literal["auto"] = "auto",
+    kappa: float | None = None,
+    gamma: float | None = None,
+    spectrum: ArrayLike | None = None,
+    influence: ArrayLike | None = None,
+    momentum: float | None = None,
+    step_size: float = 1.0,
+    smoothness: float | None = None,
+    gap: float = 1.0,
+    alpha: float | None = None,
+    schedule: str | Callable[[int], float] | ArrayLike = "optimal",
+    fall: float | None = None,
+    sampling_rate: float = 1.0,
+) -> Plan:
+    """Decide how softly each step may play.
+
+    budget          what may be spent
+    examples        N, public; the divisor of the summed gradients
+    parameters      D, the number of trained parameters
+    clip            C, the norm to which each example's gradient is clipped
+    steps           T, or "auto" for the T* that minimises the bound
+    kappa, gamma, spectrum, influence
+                    what is known of the loss, at most one of them: the condition number κ, the
+                    convergence rate γ = 1 − 1/κ, the Hessian's eigenvalues, or a measured curve
+    momentum        β, where training uses the bias-corrected average
+    step_size       the learning rate in units of 1/M
+    smoothness, gap public guesses of M and f(θ₁) − f*, one unless given
+    alpha           α as such, in place of parameters, smoothness and gap
+    schedule        "optimal", a named shape, a function of t, or an array
+    fall            σ_T/σ_1 of a named shape; the optimal schedule's unless given
+    sampling_rate   Poisson sampling rate; 1 is the full batch
+
+    None of these may be computed from the private data: what is measured there has to be paid for.
+    """
+    examples = _validate.count("examples", examples)
+    clip = _validate.positive("clip", clip)
+    rate = _validate.real("sampling_rate", sampling_rate, above=0, at_most=1)
+    fixed = (
+        None
+        if isinstance(steps, str) and steps == "auto"
+        else _validate.count("steps", steps, remedy='Give a whole number, or "auto".')
+    )
+    known = landscape.known(
+        kappa=kappa,
+        gamma=gamma,
+        spectrum=spectrum,
+        curve=influence,
+        beta=momentum,
+        step_size=step_size,
+        steps=fixed,
+    )
+    level, assumed = _level(budget, examples, parameters, clip, smoothness, gap, alpha, spectrum)
+    best, best_uniform = known.best_steps(level)
+    T, uniform_T = (best, best_uniform) if fixed is None else (fixed, fixed)
+    q = known.influence(T)
+    name = schedule if isinstance(schedule, str) else "custom"
+    sigmas = _sigmas(schedule, q, budget, rate, fall)
+    uniform = _sigmas("uniform", np.ones(uniform_T), budget, rate, None)
+    per_noise = known.factor * level * budget.R / rate**2
+    noise = float(np.sum(q * sigmas**2))
+    same_length = uniform if uniform_T == T else _sigmas("uniform", q, budget, rate, None)
+    result = Plan(
+        budget=budget,
+        steps=T,
+        sigmas=sigmas,
+        sampling_rate=rate,
+        clip=clip,
+        examples=examples,
+        parameters=parameters,
+        schedule=name,
+        momentum=momentum,
+        alpha=level,
+        epsilon=_account(sigmas, budget, rate),
+        erub=known.bias(T) + per_noise * noise,
+        erub_uniform=known.bias(uniform_T)
+        + per_noise * float(np.sum(known.influence(uniform_T) * uniform**2)),
+        uniform_steps=uniform_T,
+        noise_ratio=noise / float(np.sum(q * same_length**2)),
+        assumptions=(
+            *_relation_words(budget),
+            f"Of the loss is known: {known.said}",
+            *assumed,
+            *_sampling_words(rate),
+        ),
+    )
+    _warn(result, best)
+    return result
+
+
+def _level(
+    budget: Budget,
+    examples: int,
+    parameters: int | None,
+    clip: float,
+    smoothness: float | None,
+    gap: float,
+    alpha: float | None,
+    spectrum: ArrayLike | None,
+) -> tuple[float, list[str]]:
+    """α, and what had to be assumed for it."""
+    if alpha is not None:
+        return _validate.positive("alpha", alpha), ["alpha was given as such."]
+    if parameters is None:
+        raise InputError(
+            "given, unless alpha is",
+            name="parameters",
+            value=None,
+            remedy="It is the number of trained parameters.",
+        )
+    largest = float(np.max(np.asarray(spectrum, dtype=np.float64))) if spectrum is not None else 1.0
+    M = largest if smoothness is None else _validate.positive("smoothness", smoothness)
+    if spectrum is not None and largest > M:
+        raise InputError(f"at least max(spectrum) = {largest:g}", name="smoothness", value=M)
+    level = noise_level(
+        parameters=parameters, clip=clip, smoothness=M, examples=examples, R=budget.R, gap=gap
+    )
+    source = (
+        "from the spectrum"
+        if spectrum is not None and smoothness is None
+        else ("a public guess" if smoothness is None else "given")
+    )
+    return level, [
+        f"alpha = {level:.3g} from its parts: smoothness M = {M:g} ({source}), "
+        f"gap f(θ₁) − f* = {gap:g} (a public guess unless you know it)."
+    ]
+
+
+def _sigmas(
+    schedule: str | Callable[[int], float] | ArrayLike,
+    q: Vector,
+    budget: Budget,
+    rate: float,
+    fall: float | None,
+) -> Vector:
+    if not isinstance(schedule, str):
+        return calibrate(schedules.shapes.custom(schedule, q.size), budget, rate)
+    _validate.choice("schedule", schedule, SCHEDULES)
+    if schedule != "optimal":
+        natural = float((q[0] / q[-1]) ** 0.25)
+        return calibrate(
+            schedules.shapes.falling(schedule, q.size, min(natural, 1.0) if fall is None else fall),
+            budget,
+            rate,
+        )
+    if fall is not None:
+        raise InputError(
+            "left out for the optimal schedule",
+            name="fall",
+            value=fall,
+            remedy="The influence decides how far its noise falls.",
+        )
+    return optimal_sigmas(q, budget, rate)
+
+
+def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
+    """The σ_t that minimise Σ q_t σ_t² within the budget, at the price that sampling gives a step.
+
+    Full batch: the lemma. Subsampled: a step is priced at its Rényi divergence, at the order and
+    budget at which that pricing lets the least noise through; then the exact accountant sets the
+    scale, and the price is taken anew at that scale.
+    """
+    if sampling_rate == 1:
+        return schedules.optimal(q, budget.R)
+    candidates = []
+    for order in _orders(budget):
+        allowed = budget.epsilon - renyi.offset(order, budget.delta)
+        try:
+            shape = schedules.priced(q, _rate_price(order, sampling_rate), allowed)
+        except InputError:
+            continue
+        candidates.append((float(np.sum(q * shape**2)), order, shape))
+    if not candidates:
+        return calibrate(schedules.optimal_shape(q), budget, sampling_rate)
+    _, order, shape = min(candidates, key=lambda candidate: candidate[0])
+    sigmas = calibrate(shape, budget, sampling_rate)
+    spent = float(np.sum(renyi.divergence(order, sigmas, sampling_rate)))
+    shape = schedules.priced(q, _rate_price(order, sampling_rate), spent)
+    return calibrate(shape, budget, sampling_rate)
+
+
+def _rate_price(order: int, rate: float) -> schedules.Price:
+    return lambda sigmas: renyi.divergence(order, sigmas, rate)
+
+
+def _orders(budget: Budget) -> list[int]:
+    return [a for a in renyi.ORDERS[::3] if renyi.offset(a, budget.delta) < budget.epsilon]
+
+
+def _account(sigmas: Vector, budget: Budget, rate: float) -> float:
+    if rate == 1:
+        return budget.epsilon_of(accounting.gaussian.spent(sigmas))
+    return accounting.epsilon(sigmas, budget.delta, rate, relation=budget.relation)
+
+
+def _relation_words(budget: Budget) -> list[str]:
+    words = {
+        "add-remove": "one example is in the data or zeroed out, and the divisor stays as it is",
+        "replace-one": "one example is replaced by any other",
+    }
+    return [f"Neighbouring data: {words[budget.relation]} ({budget.relation})."]
+
+
+def _sampling_words(rate: float) -> list[str]:
+    if rate == 1:
+        return []
+    return [
+        f"Every step draws a Poisson sample at rate {rate:g}; the bound leaves out the "
+        "sampling noise of the gradients themselves."
+    ]
+
+
+def _warn(result: Plan, best: int) -> None:
+    if result.budget.delta > 1 / result.examples:
+        warnings.warn(
+            f"delta = {result.budget.delta:g} is above 1/examples = {1 / result.examples:g}: it "
+            "allows one person's record to be published. Choose it well below.",
+            PlanWarning,
+            stacklevel=3,
+        )
+    if result.erub >= 1:
+        warnings.warn(
+            f"ERUB = {result.erub:.3g} is not below 1: the worst-case bound says nothing here and "
+            "cannot choose the number of steps; give steps= (the paper's runs took 50 to 150). The "
+            "privacy claim and the shape of the schedule do not depend on it.",
+            PlanWarning,
+            stacklevel=3,
+        )
+    elif result.steps > 4 * best:
+        warnings.warn(
+            f"{result.steps} steps are far more than the T* = {best} that the bound prefers: "
+            "the early ones are nearly pure noise.",
+            PlanWarning,
+            stacklevel=3,
+        )

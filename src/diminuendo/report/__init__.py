@@ -1,0 +1,1 @@
+"""Data first, then text and figures."""

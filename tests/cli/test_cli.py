@@ -1,0 +1,167 @@
+"""The command line: one JSON object with --json, one line and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import diminuendo as dim
+from diminuendo.cli import main
+
+PLAN = [
+    "plan",
+    "--epsilon",
+    "4",
+    "--delta",
+    "1e-8",
+    "--examples",
+    "1000",
+    "--parameters",
+    "71010",
+    "--clip",
+    "4",
+]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    data = json.loads(out)
+    assert isinstance(data, dict)
+    return data
+
+
+def test_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    data = run_json(capsys, "budget", "--epsilon", "4", "--delta", "1e-8", "--conversion", "zcdp")
+    assert data["R"] == pytest.approx(0.39270, abs=1e-5)
+    assert data["rho"] == pytest.approx(0.19635, abs=1e-5)
+    assert data["mu"] == pytest.approx(data["R"] ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--kappa", "20"],
+        ["--gamma", "0.98", "--steps", "100"],
+        ["--gamma", "0.98", "--steps", "100", "--momentum", "0.9"],
+        ["--steps", "30", "--schedule", "exponential", "--fall", "0.4"],
+        ["--steps", "30", "--schedule", "time", "--relation", "replace-one"],
+        ["--steps", "30", "--conversion", "zcdp"],
+        ["--alpha", "1e-5", "--kappa", "20"],
+    ],
+)
+def test_plan(capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
+    data = run_json(capsys, *PLAN, *extra)
+    assert len(data["sigmas"]) == data["steps"]
+    assert data["epsilon"] <= 4
+    assert data["erub"] <= data["erub_uniform"] * 1.05
+    assert dim.Plan.from_json(json.dumps(data)).digest == data["digest"]
+
+
+def test_plan_from_files_and_into_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    curve, spectrum = tmp_path / "curve.json", tmp_path / "spectrum.csv"
+    curve.write_text(json.dumps(list(np.linspace(1, 5, 20))))
+    spectrum.write_text("eigenvalues\n0.1\n0.5\n1.0\n")
+    plan, picture = tmp_path / "plan.json", tmp_path / "pictures" / "plan.svg"
+    data = run_json(
+        capsys, *PLAN, "--influence", str(curve), "-o", str(plan), "--plot", str(picture)
+    )
+    assert data["steps"] == 20
+    assert dim.Plan.from_json(plan.read_text()).to_json() == json.dumps(data, ensure_ascii=False)
+    assert "<svg" in picture.read_text()
+    assert run_json(capsys, *PLAN, "--spectrum", str(spectrum), "--steps", "7")["steps"] == 7
+
+
+def test_bounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = run_json(
+        capsys, "bounds", "--parameters", "50", "--examples", "100,1000", "--plot", str(tmp_path)
+    )
+    assert data["examples"] == [100, 1000]
+    assert len(data["empirical"]) == 10
+    assert len(data["true"]) == 13
+    assert all(len(row["bounds"]) == 2 for row in data["empirical"] + data["true"])
+    assert {path.name for path in tmp_path.iterdir()} == {"empirical_risk.svg", "true_risk.svg"}
+
+
+def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["budget", "--epsilon", "1", "--delta", "1e-5"]) == 0
+    assert main(["bounds"]) == 0
+    assert main([*PLAN, "--steps", "40"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out.split("Plan:")[0]
+    assert "Assumptions" in out
+
+
+COMMANDS = ("budget", "account", "plan", "bounds")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Example: diminuendo " + command in out
+    assert "--json" in out
+
+
+BAD = [
+    ["frob"],
+    ["budget"],
+    ["budget", "--epsilon", "x", "--delta", "1e-5"],
+    ["budget", "--epsilon", "-1", "--delta", "1e-5"],
+    ["budget", "--epsilon", "nan", "--delta", "1e-5"],
+    ["budget", "--epsilon", "inf", "--delta", "1e-5"],
+    ["budget", "--epsilon", "1", "--delta", "1"],
+    ["budget", "--epsilon", "1", "--delta", "1e-5", "--conversion", "clt"],
+    ["budget", "--epsilon", "1", "--delta", "1e-5", "--relation", "swap"],
+    [*PLAN, "--kappa", "20", "--gamma", "0.9"],
+    [*PLAN, "--kappa", "0.5"],
+    [*PLAN, "--gamma", "1"],
+    [*PLAN, "--steps", "0"],
+    [*PLAN, "--steps", "1.5"],
+    [*PLAN, "--influence", "missing.json"],
+    [*PLAN, "--schedule", "cosine"],
+    [*PLAN, "--sampling-rate", "0"],
+    [*PLAN, "--steps", "5", "--plot", "picture.bmp"],
+    [*PLAN, "--steps", "5", "-o", "no/such/folder/plan.json"],
+    ["bounds", "--examples", "100,10"],
+    ["bounds", "--examples", "many"],
+    ["bounds", "--kappa", "0"],
+]
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=[" ".join(a[-4:]) for a in BAD])
+def test_bad_input_is_one_line_and_exit_code_two(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    errors = [line for line in captured.err.splitlines() if not line.startswith("warning: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_a_program() -> None:
+    for program in ([sys.executable, "-m", "diminuendo"],):
+        done = subprocess.run(
+            [*program, "budget", "--epsilon", "0", "--delta", "1e-5"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("diminuendo ")

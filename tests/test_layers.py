@@ -1,0 +1,77 @@
+"""The arrows of docs/architecture.md: a module may import only what lies before it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "diminuendo"
+
+BEFORE = {
+    "errors": set[str](),
+    "_validate": {"errors"},
+    "_files": {"errors"},
+    "budget": set[str](),
+    "events": {"budget"},
+    "accounting": {"budget", "events"},
+    "influence": {"budget", "events", "accounting"},
+    "schedules": {"budget", "events", "accounting", "influence"},
+    "bounds": {"budget", "events", "accounting", "influence", "schedules"},
+    "planning": {"budget", "events", "accounting", "influence", "schedules", "bounds"},
+}
+CORE = {*BEFORE}
+BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["cli"] = {*BEFORE}
+GROUND = {"errors", "_validate", "_files"}
+LATE = {("planning", "report")}
+"""`Plan.summary` reaches forward for its words, inside the function, when a person asks."""
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether it is imported at the top) for every import of this package."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        top = node in tree.body
+        if isinstance(node, ast.Import):
+            found += [(name.name, top) for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "diminuendo":
+            found += [(f"diminuendo.{name.name}", top) for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, top))
+    return found
+
+
+def files() -> list[Path]:
+    top = {"__init__.py", "__main__.py"}
+    return [
+        path
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.parent != SOURCE or path.name not in top
+    ]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    assert here in BEFORE, f"{here} has no place in the architecture"
+    allowed = (
+        BEFORE[here]
+        | {here, "__version__"}
+        | (GROUND - {here} if here not in GROUND else BEFORE[here])
+    )
+    for module, top in imports(path):
+        if module.startswith("diminuendo"):
+            target = room(module)
+            assert target in allowed or (not top and (here, target) in LATE), (
+                f"{path.name} in {here} imports {module}"
+            )
+        if here in CORE:
+            assert module.split(".")[0] not in {"torch", "matplotlib", "typer", "rich"}

@@ -1,0 +1,266 @@
+"""plan(...) puts the parts together and keeps what it promised."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import diminuendo as dim
+from diminuendo import bounds, influence, schedules
+from diminuendo.planning import SCHEDULES
+
+BUDGET = dim.Budget(epsilon=4, delta=1e-8)
+LARGE = {"examples": 100_000, "parameters": 1000}
+
+
+def test_paper_setting() -> None:
+    with pytest.warns(dim.PlanWarning, match="says nothing here"):
+        plan = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
+    assert plan.steps == 100
+    assert BUDGET.R * (1 - 1e-9) <= math.fsum(1 / plan.sigmas**2) <= BUDGET.R
+    assert 4 * (1 - 1e-6) <= plan.epsilon <= 4
+    np.testing.assert_allclose(
+        plan.sigmas,
+        schedules.optimal(influence.gradient_descent(gamma=0.98, steps=100), BUDGET.R),
+    )
+    alpha = 71010 * 16 / (2 * BUDGET.R * 1000**2)
+    assert plan.alpha == pytest.approx(alpha)
+    assert plan.erub == pytest.approx(
+        bounds.gradient_descent_dynamic(gamma=0.98, alpha=alpha, steps=100), rel=1e-8
+    )
+    assert plan.erub_uniform == pytest.approx(
+        bounds.gradient_descent_uniform(gamma=0.98, alpha=alpha, steps=100), rel=1e-8
+    )
+
+
+def test_auto_steps_compare_each_schedule_at_its_best() -> None:
+    plan = dim.plan(BUDGET, alpha=1e-5, kappa=20, examples=1000)
+    assert (plan.steps, plan.uniform_steps) == (163, 108)
+    assert plan.erub == pytest.approx(0.0153579, rel=1e-5)
+    assert plan.erub_uniform == pytest.approx(0.0254430, rel=1e-5)
+
+
+def test_kappa_and_gamma_say_the_same() -> None:
+    one = dim.plan(BUDGET, **LARGE, kappa=50)
+    two = dim.plan(BUDGET, **LARGE, gamma=1 - 1 / 50)
+    np.testing.assert_array_equal(one.sigmas, two.sigmas)
+    assert one.erub == two.erub
+    assert one.digest != two.digest
+
+
+def test_spectrum_and_curve() -> None:
+    eigenvalues = np.linspace(0.2, 2, 30)
+    plan = dim.plan(BUDGET, **LARGE, spectrum=eigenvalues)
+    q = influence.spectrum(eigenvalues, steps=plan.steps)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R))
+    longer = dim.plan(BUDGET, **LARGE, spectrum=eigenvalues, steps=plan.steps + 1)
+    shorter = dim.plan(BUDGET, **LARGE, spectrum=eigenvalues, steps=plan.steps - 1)
+    assert plan.erub <= min(longer.erub, shorter.erub)
+    assert any("M = 2 (from the spectrum)" in words for words in plan.assumptions)
+    curve = dim.plan(BUDGET, **LARGE, influence=[1, 2, 4, 8])
+    assert curve.steps == 4
+    np.testing.assert_allclose(curve.sigmas, schedules.optimal([1, 2, 4, 8], BUDGET.R))
+
+
+def test_momentum_uses_its_own_curve_and_the_theorems_step() -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=5, momentum=0.5)
+    eta0 = bounds.admissible_step(beta=0.5, kappa=5)
+    q = influence.momentum(gamma=1 - eta0 / 10, beta=0.5, steps=plan.steps)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R), rtol=1e-9)
+    assert plan.erub == pytest.approx(
+        bounds.momentum_dynamic(
+            gamma=1 - eta0 / 10, beta=0.5, eta0=eta0, alpha=plan.alpha, steps=plan.steps
+        ),
+        rel=1e-8,
+    )
+    assert plan.erub < plan.erub_uniform
+
+
+def test_without_facts_the_rate_is_said_to_be_a_guess() -> None:
+    for steps in ("auto", 80):
+        plan = dim.plan(BUDGET, **LARGE, steps=steps)
+        assert any("It is a guess: measure" in words for words in plan.assumptions)
+    assert plan.sigmas[0] / plan.sigmas[-1] == pytest.approx(3, rel=0.02)
+    assert dim.plan(BUDGET, **LARGE, steps=5, momentum=0.9).steps == 5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_lands_on_the_budget(schedule: str) -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=20, steps=77, schedule=schedule)
+    assert BUDGET.R * (1 - 1e-9) <= math.fsum(1 / plan.sigmas**2) <= BUDGET.R
+    assert plan.noise_ratio >= dim.plan(BUDGET, **LARGE, kappa=20, steps=77).noise_ratio
+
+
+def test_custom_schedules() -> None:
+    one = dim.plan(BUDGET, **LARGE, steps=3, schedule=[3, 2, 1])
+    two = dim.plan(BUDGET, **LARGE, steps=3, schedule=lambda t: 4 - t)
+    assert one == two
+    assert one.schedule == "custom"
+    assert one.sigmas[0] == pytest.approx(3 * one.sigmas[2])
+
+
+@given(
+    epsilon=st.floats(0.05, 20),
+    delta=st.floats(1e-12, 1e-5),
+    steps=st.integers(1, 50),
+    gamma=st.floats(0, 0.999),
+    clip=st.floats(0.01, 100),
+    relation=st.sampled_from(["add-remove", "replace-one"]),
+    conversion=st.sampled_from(["exact", "zcdp", "zcdp-tight"]),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_json_both_ways_bit_for_bit(**given_: object) -> None:
+    fields = dict(given_)
+    budget = dim.Budget(
+        **{
+            k: fields.pop(k)
+            for k in ("epsilon", "delta", "relation", "conversion")  # type: ignore[arg-type]
+        }
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = dim.plan(budget, examples=1000, parameters=10, **fields)  # type: ignore[arg-type]
+    again = dim.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.to_json() == plan.to_json()
+    assert again.sigmas.tobytes() == plan.sigmas.tobytes()
+    assert plan.epsilon <= budget.epsilon
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=20)
+    with pytest.raises(AttributeError):
+        plan.epsilon = 1.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.sigmas[0] = 1.0
+
+
+def tampered(**changes: object) -> str:
+    data = json.loads(dim.plan(BUDGET, **LARGE, kappa=20, steps=10).to_json())
+    return json.dumps({**data, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("{", dim.InputError, "valid JSON"),
+        ("[]", dim.InputError, "diminuendo.plan"),
+        ("{}", dim.InputError, "diminuendo.plan"),
+        (tampered(version=2), dim.SchemaError, "version 1, got|version 1.*Plan again"),
+        (tampered(epsilon=0.1), dim.InputError, "digest"),
+        (tampered(extra=1), dim.InputError, "Differing: .*extra"),
+        (tampered(sigmas=[1.0]), dim.InputError, "length of sigmas"),
+        (tampered(sigmas="abc"), dim.InputError, "sigmas"),
+        (tampered(budget={"epsilon": 4}), dim.InputError, "right types"),
+    ],
+)
+def test_other_files_are_refused(text: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        dim.Plan.from_json(text)
+
+
+def test_a_file_that_understates_its_epsilon_is_refused() -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=20, steps=10)
+    lying = dim.Plan(
+        **{**{name: getattr(plan, name) for name in plan.__dataclass_fields__}, "epsilon": 1.0}
+    )
+    with pytest.raises(dim.InputError, match="as accounted"):
+        dim.Plan.from_json(lying.to_json())
+
+
+def test_events_gather_equal_steps() -> None:
+    plan = dim.plan(BUDGET, **LARGE, steps=8, schedule="step", kappa=20)
+    assert [event.count for event in plan.events] == [2, 2, 2, 2]
+    assert sum(event.count for event in plan.events) == plan.steps
+
+
+def test_summary_can_be_read() -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=20)
+    text = str(plan)
+    for part in ("steps", "█", "ε = ", "ERUB", "uniform", "Assumptions", "a public guess"):
+        assert part in text
+
+
+def test_subsampled_plan_is_certified_and_on_target() -> None:
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    plan = dim.plan(
+        budget, examples=10_000, parameters=100, gamma=0.98, steps=100, sampling_rate=0.02
+    )
+    assert 2 * (1 - 1e-4) <= plan.epsilon <= 2
+    assert plan.epsilon == dim.epsilon(plan.sigmas, 1e-5, 0.02)
+    assert plan.noise_ratio < 1
+    assert dim.Plan.from_json(plan.to_json()) == plan
+
+
+def test_warnings() -> None:
+    with pytest.warns(dim.PlanWarning, match="above 1/examples"):
+        dim.plan(dim.Budget(epsilon=4, delta=1e-3), examples=10_000, parameters=1, kappa=20)
+    with pytest.warns(dim.PlanWarning, match="far more than"):
+        dim.plan(BUDGET, **LARGE, kappa=20, steps=5000)
+
+
+BAD = [
+    ({"examples": 0}, "examples"),
+    ({"examples": 1.5}, "examples"),
+    ({"parameters": 0}, "parameters"),
+    ({"parameters": None}, "parameters"),
+    ({"clip": 0}, "clip"),
+    ({"clip": math.nan}, "clip"),
+    ({"clip": math.inf}, "clip"),
+    ({"steps": 0}, "steps"),
+    ({"steps": "many"}, "steps"),
+    ({"kappa": 0.5}, "kappa"),
+    ({"gamma": 1.0}, "gamma"),
+    ({"gamma": -0.1}, "gamma"),
+    ({"kappa": 20, "gamma": 0.95}, "They say the same thing"),
+    ({"kappa": 20, "spectrum": [1]}, "They say the same thing"),
+    ({"influence": [1, 2, 3], "steps": 4}, r"length of influence.*\(4\), got 3"),
+    ({"influence": []}, "influence"),
+    ({"influence": [1, -1]}, r"influence\[1\]"),
+    ({"spectrum": [0.0]}, "spectrum"),
+    ({"spectrum": [-1.0, 1.0]}, r"spectrum\[0\]"),
+    ({"spectrum": [1.0], "momentum": 0.9}, "momentum"),
+    ({"spectrum": [2.0], "smoothness": 1.0}, "smoothness"),
+    ({"momentum": 1.0}, "momentum"),
+    ({"momentum": 0.9, "gamma": 0.5}, "below gamma"),
+    ({"smoothness": -1}, "smoothness"),
+    ({"gap": 0}, "gap"),
+    ({"alpha": 0}, "alpha"),
+    ({"step_size": 1.5}, "step_size"),
+    ({"schedule": "cosine"}, "schedule"),
+    ({"schedule": [1, 2], "steps": 3}, "length of shape"),
+    ({"fall": 0.5}, "left out for the optimal"),
+    ({"fall": 0, "schedule": "linear"}, "fall"),
+    ({"sampling_rate": 0}, "sampling_rate"),
+    ({"sampling_rate": 1.5}, "sampling_rate"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD, ids=[str(change) for change, _ in BAD])
+def test_bad_input(change: dict[str, object], said: str) -> None:
+    arguments = {**LARGE, **change}
+    with pytest.raises(dim.InputError, match=said) as caught:
+        dim.plan(BUDGET, **arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("Expected ")
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(list(itertools.product((1e-4, 1.0, 100.0), (1e-15, 1e-8, 0.1)))))
+def test_plans_at_the_edges_of_budgets(pair: tuple[float, float]) -> None:
+    epsilon, delta = pair
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = dim.plan(
+            dim.Budget(epsilon=epsilon, delta=delta), examples=1000, parameters=10, kappa=20
+        )
+    assert plan.epsilon <= epsilon
+    assert np.isfinite(plan.erub)
