@@ -22,6 +22,7 @@ test: setup
 
 bench: setup
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/accounting.py
 	$(BIN)/pytest -n auto -m slow
 
 format: setup

@@ -18,6 +18,7 @@ NAMES = {
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "accounting",
     "bounds",
     "calibrate",
     "delta",

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diminuendo import bounds, influence, schedules
+    from diminuendo import accounting, bounds, influence, schedules
     from diminuendo.accounting.account import delta, epsilon
     from diminuendo.accounting.calibrate import calibrate
     from diminuendo.budget import Budget
@@ -33,7 +33,7 @@ _HOMES = {
     "epsilon": "accounting.account",
     "plan": "planning",
 }
-_MODULES = ("bounds", "influence", "schedules")
+_MODULES = ("accounting", "bounds", "influence", "schedules")
 
 __all__ = [
     "Budget",
@@ -44,6 +44,7 @@ __all__ = [
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "accounting",
     "bounds",
     "calibrate",
     "delta",

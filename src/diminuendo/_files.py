@@ -45,6 +45,16 @@ def read_numbers(path: str | Path, *, name: str, hint: str) -> list[Any]:
     return data
 
 
+def read_optional(path: str | Path, *, name: str, hint: str) -> Any:
+    """The entry called `name` in a JSON object or CSV, or None where there is none."""
+    text = read_text(path, name=f"the {name} file")
+    if Path(path).suffix.lower() == ".csv":
+        header = [cell.strip().lower() for cell in next(csv.reader(io.StringIO(text)), [])]
+        return _csv_column(text, name=name, source=str(path), hint=hint) if name in header else None
+    data = parse_json(text, name=f"the {name} file", source=str(path))
+    return data.get(name) if isinstance(data, dict) else None
+
+
 def _csv_column(text: str, *, name: str, source: str, hint: str) -> list[float]:
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     if not rows:

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import erf, erfcx, log_ndtr
 
 from diminuendo import _validate
+from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 
 Relation = Literal["add-remove", "replace-one"]
@@ -36,33 +39,24 @@ _UP = 1 + 2e-11
 _MU_RANGE = (1e-12, 1e4)
 
 
-def gaussian_delta(epsilon: float, mu: float) -> float:
-    """δ(ε) of a μ-GDP mechanism: Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2), without cancellation.
+def gaussian_delta(epsilon: ArrayLike, mu: ArrayLike) -> Vector:
+    """δ(ε) of a μ-GDP mechanism: Φ(−a) − e^ε Φ(−b), a = ε/μ − μ/2, b = ε/μ + μ/2.
 
-    Both terms carry the factor exp(−a²/2), a = −ε/μ + μ/2; what is left is a difference of two
-    scaled complementary error functions.
+    For a ≥ 0 both terms carry the factor exp(−a²/2), and what is left is a difference of two
+    scaled complementary error functions: nothing large cancels.
     """
-    if mu == 0:
-        return 0.0
-    a, b = -epsilon / mu + mu / 2, -epsilon / mu - mu / 2
-    root2 = math.sqrt(2)
-    if a <= 0:
-        scaled = float(erfcx(-a / root2) - erfcx(-b / root2))
-        return 0.5 * math.exp(-a * a / 2) * max(scaled, 0.0)
-    spread = 0.5 * float(erf(a / root2) - erf(b / root2))
-    return spread - _expm1_times(epsilon, float(log_ndtr(b)))
-
-
-def _expm1_times(epsilon: float, log_factor: float) -> float:
-    """(e^ε − 1)·e^f without overflow."""
-    if epsilon < 1:
-        return math.expm1(epsilon) * math.exp(log_factor)
-    return math.exp(epsilon + log_factor) * -math.expm1(-epsilon)
+    epsilon, mu = np.asarray(epsilon, dtype=np.float64), np.asarray(mu, dtype=np.float64)
+    a, b, root2 = epsilon / mu - mu / 2, epsilon / mu + mu / 2, math.sqrt(2)
+    positive = np.maximum(a, 0.0)
+    tail = 0.5 * np.exp(-(positive**2) / 2) * (erfcx(positive / root2) - erfcx(b / root2))
+    second = np.exp(epsilon + log_ndtr(-b)) * -np.expm1(-epsilon)
+    bulk = 0.5 * (erf(-a / root2) + erf(b / root2)) - second
+    return np.asarray(np.where(a >= 0, np.maximum(tail, 0.0), bulk))
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
     """The μ for which δ(ε) = delta: the inverse of `gaussian_delta` in its second argument."""
-    return _log_root(lambda mu: gaussian_delta(epsilon, mu) - delta, *_MU_RANGE)
+    return _log_root(lambda mu: float(gaussian_delta(epsilon, mu)) - delta, *_MU_RANGE)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -71,7 +65,13 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return 0.0
     highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-12
     return float(
-        brentq(lambda eps: gaussian_delta(eps, mu) - delta, 0.0, highest, xtol=1e-300, rtol=1e-14)
+        brentq(
+            lambda eps: float(gaussian_delta(eps, mu)) - delta,
+            0.0,
+            highest,
+            xtol=1e-300,
+            rtol=1e-14,
+        )
     )
 
 
@@ -131,7 +131,7 @@ def _raw_epsilon(mu: float, delta: float, conversion: str) -> float:
 def _raw_delta(mu: float, epsilon: float, conversion: str) -> float:
     rho = mu * mu / 2
     if conversion == "exact":
-        return gaussian_delta(epsilon, mu)
+        return float(gaussian_delta(epsilon, mu))
     if conversion == "zcdp":
         return math.exp(-(max(epsilon - rho, 0.0) ** 2) / (4 * rho))
     log_delta = _best_order(

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Schedules land on the budget, and the best one is the best one."""
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_named_shapes_fall_as_told(name: str, steps: int) -> None:
         (lambda: shapes.falling("step", 3, 2), "Expected fall"),
     ],
 )
-def test_bad_input(call, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_input(call, said: str) -> None:
     with pytest.raises(dim.InputError, match=said):
         call()
 

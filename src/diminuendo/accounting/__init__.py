@@ -1,7 +1,23 @@
 """Events to ε. Full batch: the closed form. Poisson subsampling: a certified bracket."""
 
-from __future__ import annotations
+from diminuendo.accounting.account import Bracket, bracket, delta, epsilon, running_epsilon
+from diminuendo.accounting.calibrate import (
+    largest_clip_to_noise,
+    largest_sampling_rate,
+    most_steps,
+)
+from diminuendo.accounting.filters import GaussianFilter, RenyiFilter, best_order
 
-from diminuendo.accounting.account import delta, epsilon
-
-__all__ = ["delta", "epsilon"]
+__all__ = [
+    "Bracket",
+    "GaussianFilter",
+    "RenyiFilter",
+    "best_order",
+    "bracket",
+    "delta",
+    "epsilon",
+    "largest_clip_to_noise",
+    "largest_sampling_rate",
+    "most_steps",
+    "running_epsilon",
+]

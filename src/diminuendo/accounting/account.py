@@ -1,11 +1,13 @@
-"""ε and δ of a sequence of Gaussian steps: the one place that claims are computed.
+"""ε and δ of a sequence of Gaussian steps: the one place where claims are computed.
 
 Formal guarantees: what `epsilon` and `delta` return is an upper bound for the composition of all
-steps, for an adversary who sees every one of them, under the stated neighbouring relation.
+steps, for an adversary who sees every one of them, under the stated neighbouring relation; the
+lower end of `bracket` is a lower bound for the same composition.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,13 @@ from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.budget import Relation
 from diminuendo.errors import InputError
+
+
+class Bracket(NamedTuple):
+    """lower ≤ the exact value ≤ upper."""
+
+    lower: float
+    upper: float
 
 
 class Releases(NamedTuple):
@@ -31,8 +40,49 @@ class Releases(NamedTuple):
 
     @property
     def spent(self) -> float:
-        """Σ count/σ²: the cost of full-batch steps."""
+        """An upper bound on Σ count/σ²: the cost of full-batch steps."""
         return gaussian.spent(self.sigmas / np.sqrt(self.counts))
+
+    def epsilon(self, delta: float, relation: Relation) -> float:
+        """An upper bound on ε at δ."""
+        if self.sigmas.size == 0:
+            return 0.0
+        if self.full_batch:
+            return budget.epsilon_of(self.spent, delta=delta, relation=relation)
+        if relation == "replace-one":
+            return self._replace_one_epsilon(delta)
+        return subsampled.epsilon_upper(*self, delta)
+
+    def bracket(self, delta: float) -> Bracket:
+        """Bounds on both sides of ε at δ, for add-remove neighbours."""
+        if self.sigmas.size == 0:
+            return Bracket(0.0, 0.0)
+        if self.full_batch:
+            upper = self.epsilon(delta, "add-remove")
+            return Bracket(upper * (1 - 1e-9), upper)
+        return Bracket(*subsampled.epsilon_bounds(*self, delta))
+
+    def _replace_one_epsilon(self, delta: float) -> float:
+        """Replacing is removing and adding: (ε, δ) for one gives (2ε, (1 + e^ε)δ) for both.
+
+        So an ε is wanted whose own δ leaves room for the factor: climbed to from below, and
+        returned only once it satisfies ε ≥ ε(δ/(1 + e^ε)).
+        """
+        half = 0.0
+        for _ in range(60):
+            if half > 300:
+                break
+            needed = subsampled.epsilon_upper(*self, delta / (1 + math.exp(half)))
+            if needed <= half:
+                return 2 * half
+            half = needed * (1 + 1e-4)
+        raise InputError(
+            "noisy enough for a bound under replace-one neighbours",
+            name="sigmas",
+            value=float(self.sigmas.min()),
+            remedy="Subsampled steps get one through group privacy, which does not settle here; "
+            "use more noise, the full batch, or state the claim for add-remove.",
+        )
 
 
 def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
@@ -47,21 +97,26 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
 
 def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
     """One Poisson sampling rate in (0, 1] for each step, from one number or one for each."""
+    alone = np.ndim(sampling_rate) == 0
     rates = _validate.vector("sampling_rate", np.atleast_1d(np.asarray(sampling_rate)))
     if rates.max() > 1:
         raise InputError(
             "at most 1",
             name="sampling_rate",
             value=float(rates.max()),
-            remedy="It is a probability: batch size over examples.",
+            remedy="It is a probability: expected batch size over examples.",
         )
-    if rates.size not in (1, steps):
+    if not alone and rates.size != steps:
         raise InputError(
             f"one number, or one for each of the {steps} steps",
             name="sampling_rate",
             value=f"{rates.size} numbers",
         )
     return np.broadcast_to(rates, (steps,))
+
+
+def check_delta(delta: float) -> float:
+    return _validate.real("delta", delta, above=0, below=1)
 
 
 def epsilon(
@@ -72,15 +127,8 @@ def epsilon(
     relation: Relation = "add-remove",
 ) -> float:
     """An upper bound on ε at δ for Gaussian steps with these noise multipliers."""
-    delta = _validate.real("delta", delta, above=0, below=1)
     _validate.choice("relation", relation, budget.SENSITIVITY)
-    steps = releases(sigmas, sampling_rate)
-    if steps.sigmas.size == 0:
-        return 0.0
-    if steps.full_batch:
-        return budget.epsilon_of(steps.spent, delta=delta, relation=relation)
-    _only_add_remove(relation)
-    return subsampled.epsilon_upper(steps.sigmas, steps.rates, steps.counts, delta)
+    return releases(sigmas, sampling_rate).epsilon(check_delta(delta), relation)
 
 
 def delta(
@@ -98,16 +146,24 @@ def delta(
         return 0.0
     if steps.full_batch:
         return budget.delta_of(steps.spent, epsilon=epsilon, relation=relation)
-    _only_add_remove(relation)
-    return subsampled.delta_upper(steps.sigmas, steps.rates, steps.counts, epsilon)
+    if relation == "replace-one":
+        one = subsampled.delta_bounds(*steps, epsilon / 2).upper
+        return min(one * (1 + math.exp(min(epsilon / 2, 700.0))), 1.0)
+    return subsampled.delta_bounds(*steps, epsilon).upper
 
 
-def _only_add_remove(relation: str) -> None:
-    if relation != "add-remove":
-        raise InputError(
-            "add-remove where steps are subsampled",
-            name="relation",
-            value=relation,
-            remedy="No certified bound for replace-one neighbours under Poisson sampling is "
-            "offered; use the full batch, or state the claim for add-remove.",
-        )
+def bracket(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Bracket:
+    """Bounds on both sides of the smallest ε at δ, for add-remove neighbours."""
+    return releases(sigmas, sampling_rate).bracket(check_delta(delta))
+
+
+def running_epsilon(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Vector:
+    """An upper bound on ε at δ after each step, in the order given, for add-remove neighbours."""
+    delta = check_delta(delta)
+    if np.size(np.asarray(sigmas, dtype=object)) == 0:
+        return np.empty(0)
+    noise = _validate.vector("sigmas", sigmas, remedy="Without noise ε is infinite.")
+    rates = check_rates(sampling_rate, noise.size)
+    if (rates == 1).all():
+        return gaussian.running_epsilon(noise, delta)
+    return subsampled.running_epsilon(noise, rates, delta)

@@ -1,9 +1,14 @@
-"""A shape, scaled onto a budget: the least noise whose certified ε is not above the target."""
+"""What a budget allows with the rest fixed: the least noise, the most steps, the largest rate.
+
+Formal guarantee: the certified ε of what is returned is never above budget.epsilon. Each answer is
+found by bracketing on that ε and ends on the private side; where no answer exists it raises.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,24 +16,98 @@ from numpy.typing import ArrayLike
 from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian
-from diminuendo.accounting.account import check_rates, epsilon
+from diminuendo.accounting.account import Releases, check_rates, epsilon
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 
 _TOLERANCE = 5e-5
 _SIGMA_RANGE = (0.05, 1e7)
+_MOST_STEPS = 10**9
+_LEAST_RATE = 1e-9
 
 
 def calibrate(shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0) -> Vector:
     """σ = c·shape with ε(σ) ≤ budget.epsilon, and within 1e-4 of it (relative).
 
     Full batch: exact, by the budget's own conversion. Subsampled: by bracketing on the certified
-    ε, ending on the private side; a conversion other than "exact" does not apply there.
+    ε; a conversion other than "exact" does not apply there.
     """
     unit = _validate.vector("shape", shape)
     rates = check_rates(sampling_rate, unit.size)
     if (rates == 1).all():
         return gaussian.scale_onto(unit, budget.R)
+    _only_exact(budget)
+    unit = unit / unit.min()
+
+    def excess(log_scale: float) -> float:
+        return _excess(math.exp(log_scale) * unit, budget, rates)
+
+    low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
+    guess = _rough_scale(unit, budget, rates)
+    root = _falling_root(excess, low, high, guess, name="epsilon", value=budget.epsilon)
+    return np.asarray(math.exp(root) * unit)
+
+
+def largest_clip_to_noise(
+    shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0
+) -> float:
+    """The largest clip norm over noise deviation, 1/σ, that any step of this shape may have."""
+    return 1 / float(np.min(calibrate(shape, budget, sampling_rate)))
+
+
+def largest_sampling_rate(sigmas: ArrayLike, budget: Budget) -> float:
+    """The largest Poisson rate, one for all steps, at which these σ fit the budget."""
+    noise = _validate.vector("sigmas", sigmas)
+    _only_exact(budget)
+    if epsilon(noise, budget.delta, 1.0, relation=budget.relation) <= budget.epsilon:
+        return 1.0
+
+    def excess(minus_log_rate: float) -> float:
+        return _excess(noise, budget, np.full(noise.size, math.exp(-minus_log_rate)))
+
+    root = _falling_root(
+        excess, 1e-9, -math.log(_LEAST_RATE), 2.0, name="sigmas", value=float(noise.min())
+    )
+    return math.exp(-root)
+
+
+def most_steps(sigma: float, budget: Budget, sampling_rate: float = 1.0) -> int:
+    """The largest T for which T steps of noise multiplier σ fit the budget."""
+    sigma = _validate.positive("sigma", sigma)
+    rate = float(check_rates(sampling_rate, 1)[0])
+    if rate == 1:
+        steps = math.floor(budget.R * sigma**2)
+        return steps if budget.epsilon_of(steps / sigma**2) <= budget.epsilon else steps - 1
+    _only_exact(budget)
+
+    def fits(steps: int) -> bool:
+        repeated = Releases(np.array([sigma]), np.array([rate]), np.array([float(steps)]))
+        return repeated.epsilon(budget.delta, budget.relation) <= budget.epsilon
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MOST_STEPS:
+            raise InputError(
+                f"small enough that {_MOST_STEPS:.0e} steps exceed the budget",
+                name="sigma",
+                value=sigma,
+            )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _excess(sigmas: Vector, budget: Budget, rates: Vector) -> float:
+    """ln(ε/target); −1 stands for an ε of zero."""
+    spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    return math.log(spent / budget.epsilon) if spent > 0 else -1.0
+
+
+def _only_exact(budget: Budget) -> None:
     if budget.conversion != "exact":
         raise InputError(
             '"exact" where steps are subsampled',
@@ -36,61 +115,67 @@ def calibrate(shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0) 
             value=budget.conversion,
             remedy="The zCDP conversions are for full-batch Gaussian steps.",
         )
-    unit = unit / unit.min()
-
-    def excess(log_scale: float) -> float:
-        """ln(ε/target), falling in the scale; −1 stands for an ε of zero."""
-        spent = epsilon(math.exp(log_scale) * unit, budget.delta, rates, relation=budget.relation)
-        return math.log(spent / budget.epsilon) if spent > 0 else -1.0
-
-    return np.asarray(
-        math.exp(falling_root(excess, *np.log(_SIGMA_RANGE), name="epsilon", value=budget.epsilon))
-        * unit
-    )
 
 
-def falling_root(
-    function: Callable[[float], float], lowest: float, highest: float, *, name: str, value: float
+def _rough_scale(unit: Vector, budget: Budget, rates: Vector) -> float:
+    """Where to start looking: ln c at which Σ rate²(e^{1/σ²} − 1), capped by Σ 1/σ², meets μ²."""
+    low, high = math.log(_SIGMA_RANGE[0]), math.log(_SIGMA_RANGE[1])
+    for _ in range(40):
+        middle = (low + high) / 2
+        cost = (math.exp(middle) * unit) ** -2.0
+        spends = np.sum(np.minimum(rates**2 * np.expm1(np.minimum(cost, 50)), cost)) > budget.mu**2
+        low, high = (middle, high) if spends else (low, middle)
+    return high
+
+
+def _falling_root(
+    function: Callable[[float], float],
+    lowest: float,
+    highest: float,
+    guess: float,
+    *,
+    name: str,
+    value: Any,
 ) -> float:
     """The x in [lowest, highest] where a falling function comes to zero, on its nonpositive side.
 
-    Steps out from the middle of the range until the sign changes, then closes in by false
-    position with halving (Illinois), until function(x) is in [−5e-5, 0] or the bracket is a single
-    double wide. Where the sign never changes it raises; it never returns a positive side.
+    Steps out from the guess until the sign changes, then closes in by false position with halving
+    (Illinois), until function(x) is in [−5e-5, 0] or the bracket is one double wide. Raises where
+    the sign never changes.
     """
-    x = 0.0 if lowest < 0 < highest else (lowest + highest) / 2
-    at_x, stride = function(x), 0.5
+    x = min(max(guess, lowest), highest)
+    at_x, stride = function(x), 0.03
     low = high = (x, at_x)
     while at_x > 0:
-        low, x = (x, at_x), min(x + stride, highest)
-        if low[0] == highest:
+        if x == highest:
             raise InputError(
-                "reachable with some noise",
+                "within reach of the budget",
                 name=name,
                 value=value,
-                remedy=f"Even σ = {math.exp(highest):.0e} spends more.",
+                remedy="Even the most private setting tried spends more.",
             )
+        low, x = (x, at_x), min(x + stride, highest)
         at_x, stride = function(x), 2 * stride
         high = (x, at_x)
     while low[1] <= 0:
-        high, x = (x, at_x), max(x - stride, lowest)
-        if high[0] == lowest:
+        if low[0] == lowest:
             raise InputError(
-                "low enough to call for noise",
+                "within reach of the budget",
                 name=name,
                 value=value,
-                remedy=f"Even σ = {math.exp(lowest):g} spends less.",
+                remedy="Even the least private setting tried spends less.",
             )
-        at_x, stride = function(x), 2 * stride
-        low = (x, at_x)
-    low_weight, high_weight = low[1], high[1] + _TOLERANCE / 2
+        high, x = low, max(low[0] - stride, lowest)
+        low, stride = (x, function(x)), 2 * stride
+    target = _TOLERANCE / 2
+    weights = [low[1] + target, high[1] + target]
     while high[1] < -_TOLERANCE and high[0] - low[0] > 1e-15 * max(1.0, abs(high[0])):
-        x = (low[0] * high_weight - high[0] * low_weight) / (high_weight - low_weight)
+        x = (low[0] * weights[1] - high[0] * weights[0]) / (weights[1] - weights[0])
         if not low[0] < x < high[0]:
             x = (low[0] + high[0]) / 2
         at_x = function(x)
         if at_x > 0:
-            low, low_weight, high_weight = (x, at_x), at_x + _TOLERANCE / 2, high_weight / 2
+            low, weights = (x, at_x), [at_x + target, weights[1] / 2]
         else:
-            high, high_weight, low_weight = (x, at_x), at_x + _TOLERANCE / 2, low_weight / 2
+            high, weights = (x, at_x), [weights[0] / 2, at_x + target]
     return high[0]

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from diminuendo._validate import Vector
+from diminuendo.budget import gaussian_delta
 
 _MARGIN = 1e-12
 """Above the rounding error of T divisions and one pairwise sum, for any T that fits in memory."""
@@ -31,3 +32,16 @@ def scale_onto(shape: Vector, R: float) -> Vector:
     unit = shape / shape.min()
     scale = math.sqrt(spent(unit) / R) * (1 + _MARGIN)
     return np.asarray(unit * scale)
+
+
+def running_epsilon(sigmas: Vector, delta: float) -> Vector:
+    """An upper bound on ε at δ after each step, by bisection on all steps at once."""
+    mu = np.sqrt(np.cumsum(sigmas**-2.0) * (1 + 1e-11))
+    low = np.zeros_like(mu)
+    high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-12
+    high = np.where(gaussian_delta(low, mu) <= delta, 0.0, high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        private = gaussian_delta(middle, mu) <= delta
+        low, high = np.where(private, low, middle), np.where(private, middle, high)
+    return np.asarray(np.maximum.accumulate(high) * (1 + 1e-10))

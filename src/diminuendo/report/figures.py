@@ -96,3 +96,12 @@ def against_examples(
     axis.set(xlabel="examples N", ylabel=ylabel, title=title)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return _save(figure, path)
+
+
+def running(epsilon: Vector, path: str | Path, *, title: str) -> Path:
+    """ε spent so far, by step."""
+    figure, (axis,) = _new(6, 3.6)
+    axis.plot(np.arange(1, epsilon.size + 1), epsilon, color=_COLOURS[0])
+    axis.set(xlabel="step", ylabel="ε so far", title=title)
+    axis.set_ylim(bottom=0)
+    return _save(figure, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Context, Decimal
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -31,7 +33,7 @@ def plan_summary(plan: Plan) -> str:
     lines = [
         f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
         f"  noise σ      {drawing(sigmas)}  {number(sigmas[0])} → {number(sigmas[-1])}",
-        f"  privacy      ε = {_rounded_up(plan.epsilon)} of {budget.epsilon:g} at δ = "
+        f"  privacy      ε = {rounded_up(plan.epsilon)} of {budget.epsilon:g} at δ = "
         f"{budget.delta:g} ({budget.relation}, {budget.conversion} conversion)",
         f"  excess risk  ERUB {number(plan.erub)}, with uniform noise {number(plan.erub_uniform)}"
         f" in {plan.uniform_steps} steps",
@@ -43,12 +45,7 @@ def plan_summary(plan: Plan) -> str:
     return "\n".join(lines + [f"  - {assumption}" for assumption in plan.assumptions])
 
 
-def _rounded_up(epsilon: float) -> str:
+def rounded_up(epsilon: float) -> str:
     """Six digits, never below the value: a claim must not shrink in print."""
-    digits = 6
-    shown = f"{epsilon:.{digits}g}"
-    while float(shown) < epsilon and digits < 17:
-        scale = 10 ** (digits - 1 - int(np.floor(np.log10(epsilon))))
-        shown = f"{np.ceil(epsilon * scale) / scale:.{digits}g}"
-        digits += 1
-    return shown
+    digits = Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
+    return f"{digits.normalize():f}" if 1e-4 < epsilon < 1e9 else f"{digits.normalize():e}"
