@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import diminuendo as dim
 from diminuendo import bounds, influence, schedules
+from diminuendo.accounting import renyi
 from diminuendo.planning import SCHEDULES
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-8)
@@ -198,6 +199,36 @@ def test_subsampled_plan_is_certified_and_on_target() -> None:
     assert plan.epsilon == dim.epsilon(plan.sigmas, 1e-5, 0.02)
     assert plan.noise_ratio < 1
     assert dim.Plan.from_json(plan.to_json()) == plan
+
+
+def test_subsampled_plan_beats_every_other_price() -> None:
+    """σ near 1: the 1/σ² rule is worse than uniform, and no Rényi order reaches the true price."""
+    budget, rate = dim.Budget(epsilon=2, delta=1e-5), 0.02
+    plan = dim.plan(budget, examples=10_000, parameters=1, gamma=0.98, steps=60, sampling_rate=rate)
+    q = influence.gradient_descent(gamma=0.98, steps=60)
+    best = np.sum(q * plan.sigmas**2)
+    rule = dim.calibrate(schedules.optimal_shape(q), budget, rate)
+    uniform = dim.calibrate(np.ones(60), budget, rate)
+    assert np.sum(q * rule**2) > np.sum(q * uniform**2) > best
+    for order in (2, 4, 8):
+        spent = float(np.sum(renyi.divergence(order, plan.sigmas, rate)))
+
+        def price(s: np.ndarray, order: int = order) -> np.ndarray:
+            return renyi.divergence(order, s, rate)
+
+        other = dim.calibrate(schedules.priced(q, price, spent), budget, rate)
+        assert np.sum(q * other**2) >= best * (1 - 1e-4)
+
+
+def test_subsampled_plan_is_a_local_optimum() -> None:
+    budget, rate = dim.Budget(epsilon=2, delta=1e-5), 0.05
+    plan = dim.plan(budget, examples=10_000, parameters=1, gamma=0.9, steps=12, sampling_rate=rate)
+    q = influence.gradient_descent(gamma=0.9, steps=12)
+    best = np.sum(q * plan.sigmas**2)
+    rng = np.random.default_rng(2)
+    for _ in range(6):
+        kicked = plan.sigmas * np.exp(0.1 * rng.standard_normal(12))
+        assert np.sum(q * dim.calibrate(kicked, budget, rate) ** 2) >= best * (1 - 1e-3)
 
 
 def test_warnings() -> None:

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 
 from diminuendo import _files, _validate, accounting, events, schedules
 from diminuendo._validate import Vector
-from diminuendo.accounting import renyi
 from diminuendo.accounting.calibrate import calibrate
+from diminuendo.accounting.subsampled import price_curve
 from diminuendo.bounds import landscape, noise_level
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError, SchemaError
@@ -24,6 +24,8 @@ from diminuendo.errors import InputError, SchemaError
 SCHEMA = "diminuendo.plan"
 VERSION = 1
 SCHEDULES = ("optimal", *schedules.shapes.NAMED)
+_ROUNDS = 4
+_WORTHWHILE = 1e-3
 
 
 class PlanWarning(UserWarning):
@@ -323,35 +325,29 @@ def _sigmas(
 def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
     """The σ_t that minimise Σ q_t σ_t² within the budget, at the price that sampling gives a step.
 
-    Full batch: the lemma. Subsampled: a step is priced at its Rényi divergence, at the order and
-    budget at which that pricing lets the least noise through; then the exact accountant sets the
-    scale, and the price is taken anew at that scale.
+    Full batch: the lemma. Subsampled: from uniform noise on, the price of a step is taken around
+    the current schedule, the best schedule at these prices is scaled onto the budget by the
+    certified accountant, and so on until nothing is gained; never worse than uniform noise.
     """
     if sampling_rate == 1:
         return schedules.optimal(q, budget.R)
-    candidates = []
-    for order in _orders(budget):
-        allowed = budget.epsilon - renyi.offset(order, budget.delta)
+    best = calibrate(np.ones_like(q), budget, sampling_rate)
+    noise = float(np.sum(q * best**2))
+    for _ in range(_ROUNDS):
         try:
-            shape = schedules.priced(q, _rate_price(order, sampling_rate), allowed)
+            price = price_curve(best, budget.delta, sampling_rate)
+            spent = float(np.sum(price(best)))
+            shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
         except InputError:
-            continue
-        candidates.append((float(np.sum(q * shape**2)), order, shape))
-    if not candidates:
-        return calibrate(schedules.optimal_shape(q), budget, sampling_rate)
-    _, order, shape = min(candidates, key=lambda candidate: candidate[0])
-    sigmas = calibrate(shape, budget, sampling_rate)
-    spent = float(np.sum(renyi.divergence(order, sigmas, sampling_rate)))
-    shape = schedules.priced(q, _rate_price(order, sampling_rate), spent)
-    return calibrate(shape, budget, sampling_rate)
-
-
-def _rate_price(order: int, rate: float) -> schedules.Price:
-    return lambda sigmas: renyi.divergence(order, sigmas, rate)
-
-
-def _orders(budget: Budget) -> list[int]:
-    return [a for a in renyi.ORDERS[::3] if renyi.offset(a, budget.delta) < budget.epsilon]
+            break
+        sigmas = calibrate(shape, budget, sampling_rate)
+        left = float(np.sum(q * sigmas**2))
+        if left < noise:
+            best = sigmas
+        if left > noise * (1 - _WORTHWHILE):
+            break
+        noise = left
+    return best
 
 
 def _account(sigmas: Vector, budget: Budget, rate: float) -> float:

@@ -79,6 +79,74 @@ def test_plan_from_files_and_into_files(capsys: pytest.CaptureFixture[str], tmp_
     assert run_json(capsys, *PLAN, "--spectrum", str(spectrum), "--steps", "7")["steps"] == 7
 
 
+def test_account_reads_lists_tables_and_plans(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sigmas = [2.0, 1.5, 1.2] * 20
+    plain, table, plan = (tmp_path / name for name in ("s.json", "s.csv", "plan.json"))
+    plain.write_text(json.dumps(sigmas))
+    rows = "".join(f"{s},{0.05}\n" for s in sigmas)
+    table.write_text("sigmas,sampling_rate\n" + rows)
+    expected = dim.epsilon(sigmas, 1e-5, 0.05)
+    base = ("account", "--delta", "1e-5", "--sigmas")
+    data = run_json(capsys, *base, str(plain), "--sampling-rate", "0.05")
+    assert data["steps"] == 60
+    assert 0 < data["lower"] <= data["epsilon"] <= expected
+    assert run_json(capsys, *base, str(table))["epsilon"] == data["epsilon"]
+    assert run_json(capsys, *base, str(plain))["epsilon"] > data["epsilon"]
+    assert main([*PLAN, "--steps", "30", "-o", str(plan)]) == 0
+    capsys.readouterr()
+    data = run_json(capsys, "account", "--delta", "1e-8", "--sigmas", str(plan), "--running")
+    assert data["epsilon"] == pytest.approx(4, rel=1e-6)
+    assert len(data["running"]) == 30
+    assert data["running"] == sorted(data["running"])
+
+
+def test_account_draws_the_running_curve(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, picture = tmp_path / "s.json", tmp_path / "curve.png"
+    source.write_text('{"sigmas": [3, 2, 1.5], "sampling_rate": 0.2}')
+    arguments = ["account", "--delta", "1e-5", "--sigmas", str(source), "--plot", str(picture)]
+    assert main(arguments) == 0
+    assert "certified upper bound" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_empty_schedule_costs_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "none.json"
+    source.write_text("[]")
+    data = run_json(capsys, "account", "--delta", "1e-5", "--sigmas", str(source), "--running")
+    assert (data["epsilon"], data["steps"], data["running"]) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "extra", "said"),
+    [
+        ("[1, 0]", [], r"sigmas[1]"),
+        ("[1, 2", [], "valid JSON"),
+        ('{"x": 1}', [], "a list of numbers"),
+        ("[1]", ["--sampling-rate", "2"], "sampling_rate"),
+        ('{"sigmas": [1, 2], "sampling_rate": [0.1]}', [], "sampling_rate"),
+        ("[1]", ["--delta", "0"], "delta"),
+        ("[1]", ["--relation", "swap"], "relation"),
+        ("[1]", ["--relation", "replace-one", "--running"], "add-remove"),
+    ],
+)
+def test_account_bad_input(
+    text: str, extra: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "s.json"
+    source.write_text(text)
+    assert main(["account", "--delta", "1e-5", "--sigmas", str(source), *extra]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_bounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = run_json(
         capsys, "bounds", "--parameters", "50", "--examples", "100,1000", "--plot", str(tmp_path)

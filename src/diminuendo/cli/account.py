@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from diminuendo import _files, _validate, accounting
+from diminuendo._validate import Vector
 from diminuendo.budget import SENSITIVITY, Relation
-from diminuendo.cli.options import AsJson, Delta, RelationName, print_json, print_table
+from diminuendo.cli.options import AsJson, Delta, print_json, print_table, working
+from diminuendo.errors import InputError
+from diminuendo.planning import SCHEMA, Plan
+from diminuendo.report.text import drawing, rounded_up
 
-_HINT = "One positive noise multiplier for each step."
+_HINT = (
+    "One positive noise multiplier for each step: a JSON list, a JSON object or CSV with "
+    "'sigmas' (and 'sampling_rate'), or a plan."
+)
+
+
+class _Schedule(NamedTuple):
+    sigmas: Any
+    rates: Any
+    relation: Relation
 
 
 def register(app: typer.Typer) -> None:
@@ -22,20 +35,93 @@ def account(
     delta: Delta,
     sigmas: Annotated[Path, typer.Option(help="Noise multipliers: JSON, CSV, or a plan.")],
     sampling_rate: Annotated[
-        float | None, typer.Option(help="Poisson rate; a plan brings its own.")
+        float | None, typer.Option(help="Poisson rate of every step; 1 unless the file says.")
     ] = None,
-    relation: RelationName = "add-remove",
+    relation: Annotated[
+        str | None, typer.Option(help="add-remove or replace-one; a plan brings its own.")
+    ] = None,
+    running: Annotated[
+        bool, typer.Option("--running", help="Also ε after every step (in --json, as a list).")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw ε by step here (.svg, .png or .pdf).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The certified ε of a schedule.
+    """The certified ε of a schedule, between its lower and its upper bound.
 
     Example: diminuendo account --delta 1e-5 --sigmas sigmas.json --sampling-rate 0.01
     """
-    _validate.choice("--relation", relation, SENSITIVITY)
-    values = _files.read_numbers(sigmas, name="sigmas", hint=_HINT)
-    rate = 1.0 if sampling_rate is None else sampling_rate
-    epsilon = accounting.epsilon(values, delta, rate, relation=cast(Relation, relation))
+    schedule = _read(sigmas, sampling_rate, relation)
+    with working("accounting"):
+        facts, curve = _account(schedule, delta, curve_wanted=running or plot is not None)
+    if plot is not None and curve is not None:
+        from diminuendo.report import figures
+
+        figures.running(curve, plot, title=f"ε spent, δ = {delta:g}")
     if as_json:
-        print_json({"epsilon": epsilon, "delta": delta, "steps": len(values)})
+        if running:
+            facts["running"] = [] if curve is None else curve.tolist()
+        print_json(facts)
         return
-    print_table("Accounted", ["", "value"], [["epsilon", repr(epsilon)]])
+    rows = [["epsilon", rounded_up(facts["epsilon"]), "certified upper bound"]]
+    if "lower" in facts:
+        rows.append(["not below", f"{facts['lower']:.6g}", "certified lower bound"])
+    rows.append(["delta", f"{delta:g}", schedule.relation])
+    rows.append(["steps", f"{facts['steps']:,}", "" if curve is None else drawing(curve)])
+    print_table("Accounted", ["", "value", ""], rows)
+
+
+def _account(
+    schedule: _Schedule, delta: float, *, curve_wanted: bool
+) -> tuple[dict[str, Any], Vector | None]:
+    sigmas, rates, relation = schedule
+    facts: dict[str, Any] = {
+        "epsilon": accounting.epsilon(sigmas, delta, rates, relation=relation),
+        "delta": delta,
+        "steps": len(sigmas),
+        "relation": relation,
+    }
+    if relation == "add-remove":
+        bracket = accounting.bracket(sigmas, delta, rates)
+        facts["epsilon"] = min(facts["epsilon"], bracket.upper)
+        facts["lower"] = bracket.lower
+    if not (curve_wanted and len(sigmas)):
+        return facts, None
+    _only_add_remove(relation)
+    return facts, accounting.running_epsilon(sigmas, delta, rates)
+
+
+def _read(path: Path, sampling_rate: float | None, relation: str | None) -> _Schedule:
+    """σ, rates and relation from the file, unless the command line says otherwise."""
+    if relation is not None:
+        _validate.choice("--relation", relation, SENSITIVITY)
+    data: Any = None
+    if path.suffix.lower() != ".csv":
+        text = _files.read_text(path, name="the sigmas file")
+        data = _files.parse_json(text, name="the sigmas file", source=str(path))
+    if isinstance(data, dict) and data.get("schema") == SCHEMA:
+        plan = Plan.from_json(text, source=str(path))
+        rates: Any = plan.sampling_rate if sampling_rate is None else sampling_rate
+        return _Schedule(plan.sigmas, rates, _as_relation(relation or plan.budget.relation))
+    values = _files.read_numbers(path, name="sigmas", hint=_HINT)
+    rates = sampling_rate
+    if rates is None:
+        rates = _files.read_optional(path, name="sampling_rate", hint=_HINT)
+    if rates is None:
+        rates = 1.0
+    return _Schedule(values, rates, _as_relation(relation or "add-remove"))
+
+
+def _as_relation(name: str) -> Relation:
+    return "replace-one" if name == "replace-one" else "add-remove"
+
+
+def _only_add_remove(relation: Relation) -> None:
+    if relation != "add-remove":
+        raise InputError(
+            "add-remove for ε by step",
+            name="relation",
+            value=relation,
+            remedy="Leave out --running and --plot.",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, cast
 
 import typer
@@ -48,3 +49,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_row(*row)
     needed = Console(width=1000).measure(table).maximum
     Console(width=max(Console().width, needed)).print(table)
+
+
+def working(what: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while something takes its time; nothing where nobody watches."""
+    console = Console(stderr=True)
+    return console.status(f"{what} …") if console.is_terminal else nullcontext()

@@ -15,6 +15,7 @@ from diminuendo.cli.options import (
     Epsilon,
     RelationName,
     make_budget,
+    working,
 )
 from diminuendo.errors import InputError
 from diminuendo.planning import SCHEDULES
@@ -70,29 +71,30 @@ def plan(
     --clip 4 --gamma 0.98 --steps 100 -o plan.json
     """
     _validate.choice("--schedule", schedule, SCHEDULES)
-    made = make_plan(
-        make_budget(epsilon, delta, relation, conversion),
-        examples=examples,
-        parameters=parameters,
-        clip=clip,
-        steps=_steps(steps),
-        kappa=kappa,
-        gamma=gamma,
-        spectrum=None
-        if spectrum is None
-        else _files.read_numbers(
-            spectrum, name="eigenvalues", hint="One nonnegative eigenvalue for each entry."
-        ),
-        influence=None if influence_file is None else influence.from_file(influence_file),
-        momentum=momentum,
-        step_size=step_size,
-        smoothness=smoothness,
-        gap=gap,
-        alpha=alpha,
-        schedule=schedule,
-        fall=fall,
-        sampling_rate=sampling_rate,
-    )
+    with working("planning"):
+        made = make_plan(
+            make_budget(epsilon, delta, relation, conversion),
+            examples=examples,
+            parameters=parameters,
+            clip=clip,
+            steps=_steps(steps),
+            kappa=kappa,
+            gamma=gamma,
+            spectrum=None
+            if spectrum is None
+            else _files.read_numbers(
+                spectrum, name="eigenvalues", hint="One nonnegative eigenvalue for each entry."
+            ),
+            influence=None if influence_file is None else influence.from_file(influence_file),
+            momentum=momentum,
+            step_size=step_size,
+            smoothness=smoothness,
+            gap=gap,
+            alpha=alpha,
+            schedule=schedule,
+            fall=fall,
+            sampling_rate=sampling_rate,
+        )
     if plot is not None:
         from diminuendo.report import figures
 

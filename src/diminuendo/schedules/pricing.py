@@ -67,7 +67,13 @@ class _Market:
         return float(np.sum(counts * np.exp(self.log_price(x))))
 
 
-def priced(influence: ArrayLike, price: Price, budget: float) -> Vector:
+def priced(
+    influence: ArrayLike,
+    price: Price,
+    budget: float,
+    *,
+    sigma_range: tuple[float, float] = SIGMA_RANGE,
+) -> Vector:
     """σ_t minimising Σ q_t σ_t² with Σ price(σ_t) = budget, to 1e-8.
 
     With price(σ) = 1/σ² and budget R this is the lemma's schedule. The result is a shape for
@@ -78,7 +84,7 @@ def priced(influence: ArrayLike, price: Price, budget: float) -> Vector:
     )
     budget = _validate.positive("budget", budget)
     log_q, weights = np.log(values), counts.astype(np.float64)
-    low, high = 2 * math.log(SIGMA_RANGE[0]), 2 * math.log(SIGMA_RANGE[1])
+    low, high = 2 * math.log(sigma_range[0]), 2 * math.log(sigma_range[1])
     rough = _solve(_Market(price, low, high), log_q, weights, budget)
     fine = _Market(price, max(rough.min() - 0.1, low), min(rough.max() + 0.1, high))
     return np.asarray(np.exp(_solve(fine, log_q, weights, budget) / 2)[inverse])
@@ -94,7 +100,7 @@ def _solve(market: _Market, log_q: Vector, weights: Vector, budget: float) -> Ve
     highest = float(log_q[0] - market.log_marginals[-1])
     if lowest > highest or excess(lowest) < 0 or excess(highest) > 0:
         raise InputError(
-            f"reachable with every σ in [{SIGMA_RANGE[0]:g}, {SIGMA_RANGE[1]:g}]",
+            "reachable with every σ in the range of the price curve",
             name="budget",
             value=budget,
             remedy="Change the number of steps or the budget.",
