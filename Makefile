@@ -23,6 +23,7 @@ test: setup
 bench: setup
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/accounting.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
 	$(BIN)/pytest -n auto -m slow
 
 format: setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+from rich.progress import track
 from timing import show, timed
 
 import diminuendo as dim
@@ -71,28 +72,28 @@ def speed() -> None:
 def price() -> None:
     """Σ q_t σ_t² of the 1/σ² rule over that of the priced schedule, both at the certified ε."""
     rows = []
-    for epsilon in (0.5, 1.0, 2.0, 4.0, 8.0):
-        for rate in (0.002, 0.01, 0.05):
-            q = influence.gradient_descent(gamma=0.98, steps=200)
-            budget = dim.Budget(epsilon=epsilon, delta=1e-6)
-            priced = dim.plan(
-                budget, examples=10**6, parameters=1, gamma=0.98, steps=200, sampling_rate=rate
-            ).sigmas
-            rule = dim.calibrate(schedules.optimal_shape(q), budget, rate)
-            uniform = dim.calibrate(np.ones(200), budget, rate)
-            best = np.sum(q * priced**2)
-            rows.append(
-                [
-                    f"{epsilon:g}",
-                    f"{rate:g}",
-                    f"{priced[0]:.3f}",
-                    f"{priced[-1]:.3f}",
-                    f"{rule[0]:.3f}",
-                    f"{rule[-1]:.3f}",
-                    f"{np.sum(q * rule**2) / best:.4f}",
-                    f"{np.sum(q * uniform**2) / best:.4f}",
-                ]
-            )
+    settings = ((0.5, 0.05), (1.0, 0.05), (2.0, 0.05), (8.0, 0.05), (2.0, 0.01), (8.0, 0.01))
+    for epsilon, rate in track(settings, description="prices", transient=True):
+        q = influence.gradient_descent(gamma=0.98, steps=200)
+        budget = dim.Budget(epsilon=epsilon, delta=1e-6)
+        priced = dim.plan(
+            budget, examples=10**6, parameters=1, gamma=0.98, steps=200, sampling_rate=rate
+        ).sigmas
+        rule = dim.calibrate(schedules.optimal_shape(q), budget, rate)
+        uniform = dim.calibrate(np.ones(200), budget, rate)
+        best = np.sum(q * priced**2)
+        rows.append(
+            [
+                f"{epsilon:g}",
+                f"{rate:g}",
+                f"{priced[0]:.3f}",
+                f"{priced[-1]:.3f}",
+                f"{rule[0]:.3f}",
+                f"{rule[-1]:.3f}",
+                f"{np.sum(q * rule**2) / best:.4f}",
+                f"{np.sum(q * uniform**2) / best:.4f}",
+            ]
+        )
     print_table(
         "The price of a subsampled step: 200 steps, γ = 0.98, δ = 1e-6 (noise left, priced = 1)",
         ["ε", "rate", "σ first", "σ last", "1/σ² rule first", "last", "1/σ² rule", "uniform"],

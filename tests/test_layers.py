@@ -21,7 +21,9 @@ BEFORE = {
     "bounds": {"budget", "events", "accounting", "influence", "schedules"},
     "planning": {"budget", "events", "accounting", "influence", "schedules", "bounds"},
 }
+BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
+BEFORE["training"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
 BEFORE["cli"] = {*BEFORE}
 GROUND = {"errors", "_validate", "_files"}

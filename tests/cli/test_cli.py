@@ -167,7 +167,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Assumptions" in out
 
 
-COMMANDS = ("budget", "account", "plan", "bounds")
+COMMANDS = ("budget", "account", "plan", "bounds", "train")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

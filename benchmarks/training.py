@@ -1,0 +1,295 @@
+"""Time and memory of a private gradient beside the plain one, and beside Opacus' four modes.
+
+    python benchmarks/training.py                  # on the CPU; on a GPU where there is one
+    python benchmarks/training.py --workloads AD --rounds 100 --no-opacus
+
+Every round times each variant once, in a rotating order, in one process; the ratios are medians
+over rounds of (variant / plain in the same round), with the quartiles beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diminuendo.training.clipping import Engine, Flat
+
+Step = Callable[[], object]
+
+
+class Block(nn.Module):
+    """A residual block with group normalisation."""
+
+    def __init__(self, cin: int, cout: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(cin, cout, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(8, cout)
+        self.conv2 = nn.Conv2d(cout, cout, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(8, cout)
+        same = stride == 1 and cin == cout
+        self.skip = nn.Identity() if same else nn.Conv2d(cin, cout, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(out)) + self.skip(x))
+
+
+class Transformer(nn.Module):
+    """Embedding, encoder layers, mean over tokens, classification head."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(tokens)).mean(1))
+
+
+def residual(cin: int, stages: list[tuple[int, int]]) -> nn.Module:
+    """A residual network of blocks (channels, stride); E is WideResNet-16-4's layout."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, cin, 3, 1, 1, bias=False),
+        nn.GroupNorm(8, cin),
+        nn.ReLU(),
+    ]
+    for cout, stride in stages:
+        layers.append(Block(cin, cout, stride))
+        cin = cout
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(cin, 10))
+
+
+def workload(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
+    """Model, inputs and labels."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if name == "A":
+        model = nn.Sequential(nn.Linear(60, 1000), nn.ReLU(), nn.Linear(1000, 10))
+        x = torch.randn(1000, 60)
+    elif name == "B":
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 8, 2, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Conv2d(16, 32, 4, 2),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Flatten(),
+            nn.Linear(512, 32),
+            nn.ReLU(),
+            nn.Linear(32, 10),
+        )
+        x = torch.randn(256, 1, 28, 28)
+    elif name == "C":
+        model = residual(16, [(16, 1)] * 3 + [(32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1)])
+        x = torch.randn(64, 3, 32, 32)
+    elif name == "D":
+        model = Transformer(1000, 128, 4, 2)
+        x = torch.randint(0, 1000, (64, 64))
+    elif name == "E":
+        model = residual(16, [(64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1)])
+        x = torch.randn(512, 3, 32, 32)
+    else:
+        model = Transformer(8000, 512, 8, 6)
+        x = torch.randint(0, 8000, (64, 128))
+    y = torch.randint(0, 10, (x.shape[0],))
+    return model.to(device), x.to(device), y.to(device)
+
+
+def plain_step(name: str, device: str, update: bool = False) -> Step:
+    model, x, y = workload(name, device)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if update:
+            optimiser.step()
+
+    return step
+
+
+def private_step(name: str, device: str, update: bool = False) -> Step:
+    model, x, y = workload(name, device)
+    engine = Engine(model)
+    clip = Flat(1.0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        result = engine.clipped_sum(F.cross_entropy(model(x), y, reduction="none"), clip)
+        for param, total in zip(engine.parameters, result.sums, strict=True):
+            if update:
+                total.add_(torch.randn_like(total)).div_(x.shape[0])
+            param.grad = total
+        if update:
+            optimiser.step()
+
+    return step
+
+
+def opacus_step(name: str, mode: str, device: str) -> Step:
+    """The gradient as opacus computes it: per-sample gradients, norms, clip, sum."""
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleExpandedWeights
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+    from opacus.validators import ModuleValidator
+
+    model, x, y = workload(name, device)
+    model = ModuleValidator.fix(model).train()
+    common = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": x.shape[0]}
+    if mode == "ghost":
+        wrapped = Ghost(model, max_grad_norm=1.0, use_ghost_clipping=True)
+        inner = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+        ghost = DPOptimizerFastGradientClipping(inner, **common)
+        criterion = DPLossFastGradientClipping(wrapped, ghost, nn.CrossEntropyLoss())
+
+        def ghost_step() -> None:
+            ghost.zero_grad()
+            criterion(wrapped(x), y).backward()
+
+        return ghost_step
+    if mode == "ew":
+        sampled = GradSampleModuleExpandedWeights(model)
+    else:
+        sampled = GradSampleModule(model, force_functorch=mode == "functorch")
+    optimiser = DPOptimizer(torch.optim.SGD(sampled.parameters(), lr=1e-3), **common)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        F.cross_entropy(sampled(x), y).backward()
+        optimiser.clip_and_accumulate()
+
+    return step
+
+
+def _sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def compare(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each variant in each round."""
+    for step in steps.values():
+        for _ in range(4):
+            step()
+    seconds: dict[str, list[float]] = {key: [] for key in steps}
+    order = list(steps)
+    gc.collect()
+    for _ in range(rounds):
+        order = order[1:] + order[:1]
+        for key in order:
+            _sync(device)
+            start = time.perf_counter()
+            steps[key]()
+            _sync(device)
+            seconds[key].append(time.perf_counter() - start)
+    return seconds
+
+
+def report(name: str, seconds: dict[str, list[float]], base: str) -> None:
+    plain = seconds[base]
+    print(f"{name}  {base:<18} {statistics.median(plain) * 1e3:9.3f} ms")
+    for key, values in seconds.items():
+        if key == base:
+            continue
+        ratios = sorted(v / p for v, p in zip(values, plain, strict=True))
+        low, mid, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{name}  {key:<18} {statistics.median(values) * 1e3:9.3f} ms   ratio {mid:6.3f}"
+            f"   (quartiles {low:.3f} .. {high:.3f}; of the minima "
+            f"{min(values) / min(plain):.3f})",
+            flush=True,
+        )
+
+
+def memory(name: str, kind: str) -> None:
+    """Peak resident memory of a process that only runs one kind of step, in MiB."""
+    step = (plain_step if kind == "plain" else private_step)(name, "cpu")
+    for _ in range(10):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def gpu_memory(name: str) -> None:
+    """Peak device memory of each kind of step."""
+    peaks = {}
+    for kind, make in (("plain", plain_step), ("private", private_step)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step = make(name, "cuda")
+        for _ in range(3):
+            step()
+        peaks[kind] = torch.cuda.max_memory_allocated() / 2**20
+        del step
+    print(
+        f"{name}  peak device MiB: plain {peaks['plain']:.0f}, private {peaks['private']:.0f}, "
+        f"ratio {peaks['private'] / peaks['plain']:.3f}"
+    )
+
+
+def cpu_memory(name: str) -> None:
+    peaks = {
+        kind: float(subprocess.check_output([sys.executable, __file__, "--measure", name, kind]))
+        for kind in ("plain", "private")
+    }
+    print(
+        f"{name}  peak resident MiB: plain {peaks['plain']:.0f}, private {peaks['private']:.0f}, "
+        f"ratio {peaks['private'] / peaks['plain']:.3f}"
+    )
+
+
+def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
+    steps = {"plain": plain_step(name, device), "private": private_step(name, device)}
+    for mode in ("hooks", "functorch", "ew", "ghost") if opacus else ():
+        try:
+            step = opacus_step(name, mode, device)
+            step()
+            steps[f"opacus {mode}"] = step
+        except Exception as error:  # a peer that cannot run a workload is reported as such
+            print(f"{name}  opacus {mode}: fails ({type(error).__name__}: {error})"[:150])
+    report(name, compare(steps, rounds, device), "plain")
+    updates = {
+        "plain+SGD": plain_step(name, device, True),
+        "private+noise+SGD": private_step(name, device, True),
+    }
+    report(name, compare(updates, rounds, device), "plain+SGD")
+    (gpu_memory if device == "cuda" else cpu_memory)(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workloads", default="")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-opacus", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--measure", nargs=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    warnings.simplefilter("ignore")
+    if options.measure:
+        memory(*options.measure)
+        return
+    for name in options.workloads or ("AEF" if options.device == "cuda" else "ABCD"):
+        bench(name, options.device, options.rounds, not options.no_opacus)
+
+
+if __name__ == "__main__":
+    main()

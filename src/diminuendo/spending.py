@@ -1,0 +1,141 @@
+"""The seam between who releases and who keeps the budget: `request(event)` before every release.
+
+Training and ledger both know this module and not each other. A `Spending` answers a request by
+recording it, or by raising BudgetRefused with nothing changed; only after it returned may noise be
+drawn. What was granted counts as spent, whether or not the step then ran.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from diminuendo import accounting, events
+from diminuendo.accounting.filters import GaussianFilter, RenyiFilter
+from diminuendo.budget import Budget
+from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.events import GaussianStep
+from diminuendo.planning import Plan
+
+
+class Spending(ABC):
+    """A budget that is asked before each step, and what it has granted so far."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._granted: list[GaussianStep] = []
+        self.steps = 0
+
+    @property
+    def granted(self) -> tuple[GaussianStep, ...]:
+        """Everything granted, in order, runs of equal steps gathered."""
+        return tuple(self._granted)
+
+    @abstractmethod
+    def fits(self, event: GaussianStep) -> bool:
+        """Whether a request would be granted now. Changes nothing."""
+
+    def request(self, event: GaussianStep) -> None:
+        """Charge the event, or raise BudgetRefused and change nothing."""
+        self._charge(event)
+        self.note(event)
+
+    @abstractmethod
+    def _charge(self, event: GaussianStep) -> None: ...
+
+    def note(self, event: GaussianStep) -> None:
+        """Record an event that was charged elsewhere (by the first of several ranks)."""
+        self.steps += event.count
+        last = self._granted[-1] if self._granted else None
+        if last is not None and replace(last, count=event.count) == event:
+            self._granted[-1] = replace(last, count=last.count + event.count)
+        else:
+            self._granted.append(event)
+
+    def epsilon(self) -> float:
+        """A certified upper bound on what has been granted, at the budget's δ and relation."""
+        sigmas, rates = schedule(self._granted)
+        if (rates == 1).all():
+            spent = accounting.account.releases(sigmas, rates).spent if sigmas.size else 0.0
+            return self.budget.epsilon_of(spent)
+        return accounting.epsilon(sigmas, self.budget.delta, rates, relation=self.budget.relation)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as JSON."""
+        return {"granted": [events.to_dict(event) for event in self._granted]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Charge again what a saved state had been granted."""
+        if self._granted:
+            raise InputError("restored before the first request", name="spending", value=self.steps)
+        for data in state["granted"]:
+            self.request(events.from_dict(data))
+
+
+def schedule(granted: Iterable[GaussianStep]) -> tuple[np.ndarray, np.ndarray]:
+    """Noise multipliers and sampling rates, one for each single step."""
+    rows = list(granted)
+    counts = np.array([event.count for event in rows], dtype=np.int64)
+    sigmas = np.array([event.noise_multiplier for event in rows], dtype=np.float64)
+    rates = np.array([event.sampling_rate for event in rows], dtype=np.float64)
+    return np.repeat(sigmas, counts), np.repeat(rates, counts)
+
+
+class PlanSpending(Spending):
+    """The plan's own steps, in the plan's order: exactly T of them, and no others."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.budget)
+        self.plan = plan
+
+    def _is_next(self, event: GaussianStep) -> bool:
+        ahead = self.plan.sigmas[self.steps : self.steps + event.count]
+        return (
+            ahead.size == event.count
+            and event.sampling_rate == self.plan.sampling_rate
+            and bool((ahead == event.noise_multiplier).all())
+        )
+
+    def fits(self, event: GaussianStep) -> bool:
+        return self._is_next(event)
+
+    def _charge(self, event: GaussianStep) -> None:
+        if self.steps + event.count > self.plan.steps:
+            raise BudgetRefused(
+                f"The plan's {self.plan.steps} steps are spent ({self.steps} granted, "
+                f"{event.count} more asked for)."
+            )
+        if not self._is_next(event):
+            raise BudgetRefused(
+                f"Step {self.steps + 1} of the plan has σ = {self.plan.sigmas[self.steps]:g} at "
+                f"rate {self.plan.sampling_rate:g}; asked for was {event}."
+            )
+
+
+class AdaptiveSpending(Spending):
+    """Any steps, as long as the filter has room: for σ chosen while training."""
+
+    def __init__(self, filter: GaussianFilter | RenyiFilter) -> None:
+        super().__init__(filter.budget)
+        self._filter = filter
+
+    def fits(self, event: GaussianStep) -> bool:
+        return self._filter.fits(event)
+
+    def _charge(self, event: GaussianStep) -> None:
+        if not self._filter.request(event):
+            raise BudgetRefused(
+                f"{1 - self._filter.spent:.3%} of the budget is left, too little for {event}."
+            )
+
+    def epsilon(self) -> float:
+        """What the filter guarantees: the whole budget, once a first step was granted.
+
+        The steps were chosen adaptively, so accounting them as if they had been fixed in advance
+        would not be covered; the filter's guarantee is.
+        """
+        return self.budget.epsilon if self._granted else 0.0

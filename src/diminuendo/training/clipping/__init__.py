@@ -1,0 +1,16 @@
+"""Per-example clipped gradient sums for differential privacy."""
+
+from diminuendo.training.clipping.clip import Automatic, Clip, Flat, PerLayer
+from diminuendo.training.clipping.engine import ClippedSum, Engine
+from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
+
+__all__ = [
+    "Automatic",
+    "Clip",
+    "ClippedSum",
+    "Engine",
+    "EngineError",
+    "Flat",
+    "PerLayer",
+    "UnsupportedModule",
+]

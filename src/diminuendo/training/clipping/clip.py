@@ -1,0 +1,126 @@
+"""Clipping rules: how an example's gradient norm becomes the factor it is multiplied by.
+
+Every rule is a frozen dataclass with
+
+* ``sensitivity``: the largest Euclidean norm one example's contribution can have, and
+* ``factors(norms)``: the factors of the examples, one row per group of parameters that the
+  rule clips on its own (``norms`` has shape ``(groups, N)``; so has the result, except that
+  rules which clip the whole gradient return a single row).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diminuendo.training.clipping.errors import EngineError
+
+
+def _positive(owner: str, field: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise EngineError(f"{owner}: {field} must be a finite number above 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Scale example i by ``min(1, C / ||g_i||)``."""
+
+    bound: float
+
+    def __post_init__(self) -> None:
+        _positive("Flat", "bound", self.bound)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of one example's contribution."""
+        return float(self.bound)
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether groups of parameters are clipped on their own."""
+        return False
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """Factors for norms of shape ``(1, N)``; a zero gradient gets the factor 1."""
+        return (self.bound / norms).clamp_(max=1.0)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """Scale example i by ``C / (||g_i|| + gamma)``: nearly normalised, never above C."""
+
+    bound: float
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        _positive("Automatic", "bound", self.bound)
+        _positive("Automatic", "gamma", self.gamma)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of one example's contribution (approached, never reached)."""
+        return float(self.bound)
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether groups of parameters are clipped on their own."""
+        return False
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """Factors for norms of shape ``(1, N)``; a zero gradient gets ``C / gamma`` times 0."""
+        return self.bound / (norms + self.gamma)
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Clip each layer l on its own: ``min(1, C_l / ||g_i^(l)||)``.
+
+    A layer is the set of trainable parameters owned by one module; a parameter shared by
+    several modules belongs to the first of them. ``bounds`` is either the list of the C_l in
+    the order of ``Engine.layers``, with sensitivity ``sqrt(sum_l C_l^2)``, or one number C,
+    which is the total: each of the L layers then gets ``C / sqrt(L)``.
+    """
+
+    bounds: float | Sequence[float]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bounds, (int, float)):
+            _positive("PerLayer", "bounds", self.bounds)
+            return
+        if len(self.bounds) == 0:
+            raise EngineError("PerLayer: bounds must be a number or a non-empty list of numbers")
+        for position, value in enumerate(self.bounds):
+            _positive("PerLayer", f"bounds[{position}]", value)
+        object.__setattr__(self, "bounds", tuple(float(value) for value in self.bounds))
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of one example's contribution over all layers together."""
+        if isinstance(self.bounds, (int, float)):
+            return float(self.bounds)
+        return math.sqrt(math.fsum(value * value for value in self.bounds))
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether groups of parameters are clipped on their own."""
+        return True
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """Factors for norms of shape ``(layers, N)``."""
+        layers = norms.shape[0]
+        if isinstance(self.bounds, (int, float)):
+            return (self.bounds / math.sqrt(layers) / norms).clamp_(max=1.0)
+        if len(self.bounds) != layers:
+            raise EngineError(
+                f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "
+                "bound for each entry of Engine.layers, or a single number for the total"
+            )
+        column = torch.tensor(self.bounds, dtype=norms.dtype).to(norms.device, non_blocking=True)
+        return (column.unsqueeze(1) / norms).clamp_(max=1.0)
+
+
+Clip = Flat | Automatic | PerLayer

@@ -1,0 +1,143 @@
+"""Products ``G_i = U_i^T V_i`` summed over tokens: their norms without (or with) forming them.
+
+A linear map applied to T tokens of example i has the weight gradient ``sum_t u_t v_t^T`` with
+``u_t`` the gradient of output token t and ``v_t`` its input. Three ways lead to its norm:
+
+* T = 1: ``||G||^2 = ||u||^2 ||v||^2``;
+* Gram: ``||G||^2 = sum_{s,t} (u_s . u_t)(v_s . v_t)``, about ``T^2 (r + c)`` multiplications;
+* instantiate G, ``T r c`` multiplications, and keep it: the clipped sum is then ``sum_i c_i G_i``
+  and needs no further product over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Reading and writing one stored entry of G costs about as much as this many multiplications.
+_TRAFFIC = 24
+# G may take this many times the memory of the U and V it replaces.
+_MEMORY = 1.0
+# Most entries of one block of Gram matrices held at a time.
+_BLOCK = 1 << 23
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """Half-precision tensors as float32; float32 and float64 as they are."""
+    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.float()
+
+
+def square_norm(per_example: Tensor) -> Tensor:
+    """Squared norm of each ``per_example[i]``, shape ``(N,)``."""
+    flat = per_example.reshape(per_example.shape[0], -1)
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return norms.square_()
+
+
+def spread(factors: Tensor, like: Tensor) -> Tensor:
+    """The factors ``(N,)`` shaped so that they multiply the examples of ``like``."""
+    return factors.view(-1, *([1] * (like.dim() - 1)))
+
+
+def weighted(factors: Tensor, per_example: Tensor) -> Tensor:
+    """``sum_i factors[i] * per_example[i]``."""
+    flat = per_example.reshape(per_example.shape[0], -1)
+    return torch.mv(flat.t(), factors).view(per_example.shape[1:])
+
+
+def instantiating_pays(tokens: int, rows: int, cols: int) -> bool:
+    """Whether to form the per-example products rather than use Gram matrices."""
+    size, width = rows * cols, rows + cols
+    return _TRAFFIC * size <= tokens * tokens * width and size <= _MEMORY * tokens * width
+
+
+def gram_square_norm(u: Tensor, v: Tensor) -> Tensor:
+    """``||U_i^T V_i||^2`` by Gram matrices, in blocks of examples to bound the memory."""
+    examples, tokens = u.shape[0], u.shape[1]
+    block = max(1, _BLOCK // max(1, 2 * tokens * tokens))
+    if block >= examples:
+        return _gram_block(u, v)
+    parts = [
+        _gram_block(u[start : start + block], v[start : start + block])
+        for start in range(0, examples, block)
+    ]
+    return torch.cat(parts)
+
+
+def _gram_block(u: Tensor, v: Tensor) -> Tensor:
+    left = torch.bmm(u, u.mT).flatten(1)
+    return left.mul_(torch.bmm(v, v.mT).flatten(1)).sum(1)
+
+
+def product_square_norm(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``||U_i^T V_i||^2`` by the cheapest way, and the products where they were formed."""
+    tokens, rows, cols = u.shape[1], u.shape[2], v.shape[2]
+    if tokens == 1:
+        norms = torch.linalg.vector_norm(u.flatten(1), dim=1)
+        return norms.mul_(torch.linalg.vector_norm(v.flatten(1), dim=1)).square_(), None
+    if instantiating_pays(tokens, rows, cols):
+        products = torch.bmm(u.mT, v)
+        return square_norm(products), products
+    return gram_square_norm(u, v), None
+
+
+def product_weighted(u: Tensor, v: Tensor, factors: Tensor) -> Tensor:
+    """``sum_i factors[i] U_i^T V_i`` as one matrix product over examples and tokens."""
+    if u.shape[2] <= v.shape[2]:
+        u = u * spread(factors, u)
+    else:
+        v = v * spread(factors, v)
+    return torch.mm(u.reshape(-1, u.shape[2]).t(), v.reshape(-1, v.shape[2]))
+
+
+@dataclass
+class Factor:
+    """A per-example gradient in the form ``G_i = R_i^T C_i``.
+
+    ``rows`` is ``(N, T, r)``, or an integer tensor ``(N, T)`` that stands for the one-hot rows
+    of an embedding's indices; ``cols`` is ``(N, T, c)``.
+    """
+
+    rows: Tensor
+    cols: Tensor
+
+    @property
+    def indexed(self) -> bool:
+        """Whether ``rows`` holds indices."""
+        return self.rows.dim() == 2
+
+    def inner(self, other: Factor) -> Tensor:
+        """``<G_i, G'_i>`` for each example, by the Gram identity."""
+        if self.indexed and other.indexed:
+            rows = (self.rows.unsqueeze(2) == other.rows.unsqueeze(1)).to(self.cols.dtype)
+        elif other.indexed:
+            index = other.rows.unsqueeze(1).expand(-1, self.rows.shape[1], -1)
+            rows = self.rows.gather(2, index)
+        elif self.indexed:
+            return other.inner(self)
+        else:
+            rows = torch.bmm(self.rows, other.rows.mT)
+        return rows.mul_(torch.bmm(self.cols, other.cols.mT)).sum((1, 2))
+
+
+def shared_square_norm(factors: list[Factor]) -> Tensor:
+    """``||sum_k G_i^(k)||^2`` of a parameter that several maps share, cross terms included."""
+    dense = [factor for factor in factors if not factor.indexed]
+    if len(dense) > 1:
+        joined = Factor(
+            torch.cat([factor.rows for factor in dense], 1),
+            torch.cat([factor.cols for factor in dense], 1),
+        )
+        factors = [factor for factor in factors if factor.indexed] + [joined]
+    if len(factors) == 1 and not factors[0].indexed:
+        return product_square_norm(factors[0].rows, factors[0].cols)[0]
+    total = factors[0].inner(factors[0])
+    for position, factor in enumerate(factors[1:], 1):
+        total = total + factor.inner(factor)
+        for earlier in factors[:position]:
+            total = total + 2 * factor.inner(earlier)
+    return total

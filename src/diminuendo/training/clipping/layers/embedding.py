@@ -1,0 +1,98 @@
+"""``nn.Embedding``: the gradient of example i adds the output gradient of each token to the row
+of its index, ``G_i = sum_t onehot(index_it) B_it^T``, so
+
+    ||G_i||^2 = sum_{s,t} [index_is = index_it] (B_is . B_it)
+
+and the clipped sum is the usual scatter of ``c_i B``. Tokens at ``padding_idx`` do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diminuendo.training.clipping.contract import Factor, spread, square_norm, upcast
+from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.tape import Piece, Tape, kept_rows
+
+
+class EmbeddingPiece(Piece):
+    """One lookup of indices ``(N, *)``."""
+
+    def __init__(
+        self,
+        path: str,
+        weight: nn.Parameter,
+        indices: Tensor,
+        padding_idx: int | None,
+    ) -> None:
+        super().__init__(path, (weight,), indices.shape[0])
+        self.padding_idx = padding_idx
+        self.indices = self.save(indices)
+        self.grads: Tensor | None = None
+
+    def receive(self, grads: Sequence[Tensor | None]) -> bool:
+        grad = grads[0]
+        if grad is None:
+            return False
+        self.grads = upcast(grad).reshape(self.examples, -1, grad.shape[-1])
+        self.indices = self.indices.reshape(self.examples, -1)
+        return True
+
+    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
+        weight = self.params[0]
+        if not wanted(weight):
+            return []
+        factor = self.factor(weight)
+        if factor.rows.shape[1] == 1:
+            return [(id(weight), square_norm(factor.cols))]
+        return [(id(weight), factor.inner(factor))]
+
+    def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
+        assert self.grads is not None
+        scaled = self.grads * spread(factors, self.grads)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        total: Tensor = torch.ops.aten.embedding_dense_backward(
+            scaled, self.indices, param.shape[0], padding, False
+        )
+        return total
+
+    def instantiate(self, param: nn.Parameter) -> Tensor:
+        factor = self.factor(param)
+        full = factor.cols.new_zeros(self.examples, *param.shape)
+        index = factor.rows.unsqueeze(2).expand(-1, -1, param.shape[1])
+        return full.scatter_add_(1, index, factor.cols)
+
+    def factor(self, param: nn.Parameter) -> Factor:  # noqa: ARG002
+        assert self.grads is not None
+        cols = self.grads
+        if self.padding_idx is not None:
+            cols = cols.masked_fill((self.indices == self.padding_idx).unsqueeze(2), 0.0)
+        return Factor(self.indices, cols)
+
+    def purge(self, keep: Tensor) -> None:
+        assert self.grads is not None
+        self.grads = kept_rows(self.grads, keep)
+
+
+def forward_of(module: nn.Embedding, tape: Tape, path: str) -> Callable[..., Tensor]:
+    """The forward that replaces ``module.forward`` while the engine is attached."""
+
+    def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+        if self is not module or not tape.recording() or input.shape[:1] == (0,):
+            return nn.Embedding.forward(self, input)
+        if input.dim() < 1:
+            raise EngineError(
+                f"'{path}' got a single index; expected indices of shape (examples, ...)"
+            )
+        out = F.embedding(input, self.weight.detach(), self.padding_idx)
+        out = tape.attach(out)
+        weight = cast(nn.Parameter, self.weight)
+        tape.watch(EmbeddingPiece(path, weight, input, self.padding_idx), out)
+        return out
+
+    return forward

@@ -1,0 +1,185 @@
+"""Which module is handled how, and which is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from diminuendo.training.clipping import fallback
+from diminuendo.training.clipping.errors import UnsupportedModule
+from diminuendo.training.clipping.layers import attention, conv, embedding, linear, norm, recurrent
+from diminuendo.training.clipping.tape import Tape
+
+_HOLDERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module computes what ``kind`` computes, with unaltered parameters."""
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in module.__dict__
+        and not parametrize.is_parametrized(module)
+    )
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters the module uses itself: its own, those of the parameter lists below
+    it, and the originals behind its parametrizations (all of them by dotted name)."""
+    owned = {
+        name: param
+        for name, param in module._parameters.items()
+        if param is not None and param.requires_grad
+    }
+    for name, child in module.named_children():
+        if isinstance(child, _HOLDERS) or name == "parametrizations":
+            for inner, param in child.named_parameters():
+                if param.requires_grad:
+                    owned[f"{name}.{inner}"] = param
+    return owned
+
+
+def _check_embedding(module: nn.Embedding, path: str) -> None:
+    if module.max_norm is not None:
+        raise UnsupportedModule(
+            path,
+            "Embedding",
+            "never",
+            "max_norm rewrites the rows that the batch looks up, without privacy; use "
+            "max_norm=None",
+        )
+    if module.scale_grad_by_freq:
+        raise UnsupportedModule(
+            path,
+            "Embedding",
+            "never",
+            "scale_grad_by_freq divides by counts over the whole batch; use "
+            "scale_grad_by_freq=False",
+        )
+
+
+def check_mixing(module: nn.Module, path: str) -> None:
+    """Refuse modules that mix examples or are unfinished, trainable or not."""
+    if isinstance(module, torch.jit.ScriptModule) and any(
+        param.requires_grad for param in module.parameters(recurse=False)
+    ):
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "replace",
+            "a scripted module cannot be watched; use the module it was scripted from",
+        )
+    if isinstance(module, LazyModuleMixin):
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "replace",
+            "its parameters have no shape yet; run one forward pass before attaching the engine",
+        )
+    if isinstance(module, _BatchNorm):
+        trainable = any(param.requires_grad for param in module.parameters())
+        if trainable or module.training:
+            raise UnsupportedModule(
+                path,
+                type(module).__name__,
+                "never",
+                "its statistics mix the examples of a batch, so there is no gradient of one "
+                f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
+                "freeze its parameters and put it in eval mode",
+            )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "replace",
+            "track_running_stats=True stores statistics of the data without privacy; use "
+            "track_running_stats=False",
+        )
+
+
+def batch_norm_guard(module: nn.Module, path: str) -> Callable[..., Any]:
+    """A forward that refuses a frozen BatchNorm put back into training mode."""
+    original: Callable[..., Any] = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is module:
+            check_mixing(module, path)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] | None:
+    """The forward to install on ``module``, or None where it needs none."""
+    check_mixing(module, path)
+    if isinstance(module, _BatchNorm):
+        return batch_norm_guard(module, path)
+    owned = owned_parameters(module)
+    if not owned or isinstance(module, _HOLDERS):
+        return None
+    for param in owned.values():
+        if param.is_complex() or not param.is_floating_point():
+            raise UnsupportedModule(
+                path, type(module).__name__, "not yet", f"its parameters have dtype {param.dtype}"
+            )
+    if any(
+        isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values()
+    ):
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "replace",
+            "the old weight_norm and spectral_norm compute the weight in a hook, outside the "
+            "module's forward; use torch.nn.utils.parametrizations.weight_norm",
+        )
+    if parametrize.is_parametrized(module) and any(
+        isinstance(part, _SpectralNorm)
+        for part in module.parametrizations.modules()  # type: ignore[union-attr]
+    ):
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "not yet",
+            "spectral_norm changes its estimate at every forward pass, so the pass cannot be "
+            "replayed; remove the parametrization",
+        )
+    if _plain(module, nn.Linear):
+        return linear.forward_of(module, tape, path)  # type: ignore[arg-type]
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if _plain(module, kind):
+            return conv.forward_of(module, tape, path)  # type: ignore[arg-type]
+    if _plain(module, nn.GroupNorm) or (
+        isinstance(module, _InstanceNorm) and _plain(module, _InstanceNorm)
+    ):
+        return norm.group_norm_forward(module, tape, path)  # type: ignore[arg-type]
+    if _plain(module, nn.LayerNorm) or _plain(module, nn.RMSNorm):
+        return norm.layer_norm_forward(module, tape, path)  # type: ignore[arg-type]
+    if isinstance(module, nn.Embedding):
+        _check_embedding(module, path)
+        if _plain(module, nn.Embedding):
+            return embedding.forward_of(module, tape, path)
+    if isinstance(module, nn.MultiheadAttention):
+        attention.check(module, path)
+        if _plain(module, nn.MultiheadAttention):
+            return attention.forward_of(module, tape, path)
+    if isinstance(module, nn.RNNBase):
+        recurrent.check(module, path)
+        return recurrent.forward_of(module, tape, path)
+    if isinstance(module, nn.EmbeddingBag):
+        raise UnsupportedModule(
+            path,
+            "EmbeddingBag",
+            "not yet",
+            "replace it by nn.Embedding followed by a sum or mean over the tokens",
+        )
+    return fallback.forward_of(module, tape, path, owned)

@@ -1,0 +1,129 @@
+"""Which examples take part in a step: all of them, or a Poisson sample.
+
+Formal guarantee: at rate p every example is drawn independently with probability p (to within
+2⁻⁵³), in every step anew, and a draw may be empty. This is the sampler that the accountant
+accounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from diminuendo.errors import InputError
+from diminuendo.training.seeds import Seeds
+
+
+def draw(examples: int, rate: float, seeds: Seeds, step: int) -> Tensor:
+    """The indices of the examples that take part in a step, in increasing order."""
+    if rate == 1:
+        return torch.arange(examples)
+    uniform = torch.rand(examples, dtype=torch.float64, generator=seeds.generator("sampling", step))
+    return torch.nonzero(uniform < rate).flatten()
+
+
+class Source:
+    """A dataset as something to index with a tensor of indices: tensors, arrays or map-style."""
+
+    def __init__(self, data: Any) -> None:
+        self._tensors: tuple[Tensor, ...] | None = None
+        self._dataset: Dataset[Any] | None = None
+        if isinstance(data, TensorDataset):
+            data = data.tensors
+        if isinstance(data, (Tensor, np.ndarray)):
+            data = (data,)
+        if (
+            isinstance(data, (tuple, list))
+            and data
+            and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
+        ):
+            self._tensors = tuple(torch.as_tensor(part) for part in data)
+            lengths = {len(part) for part in self._tensors}
+            if len(lengths) > 1:
+                raise InputError(
+                    "of one length", name="the arrays of the dataset", value=sorted(lengths)
+                )
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            self._dataset = cast("Dataset[Any]", data)
+        else:
+            raise InputError(
+                "tensors, arrays or a map-style Dataset",
+                name="the dataset",
+                value=type(data),
+                remedy="An iterable dataset cannot be Poisson-sampled.",
+            )
+        if len(self) == 0:
+            raise InputError("at least one example", name="the dataset", value=0)
+
+    def __len__(self) -> int:
+        if self._tensors is not None:
+            return len(self._tensors[0])
+        return len(cast(Sized, self._dataset))
+
+    def batches(
+        self,
+        indices: Iterator[Tensor],
+        *,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """One batch for each tensor of indices, empty ones included."""
+        if self._tensors is not None:
+            for chosen in indices:
+                parts = tuple(part[chosen] for part in self._tensors)
+                yield parts if len(parts) > 1 else parts[0]
+            return
+        dataset = cast("Dataset[Any]", self._dataset)
+        yield from DataLoader(
+            dataset,
+            batch_sampler=cast(Any, _Lists(indices)),
+            num_workers=workers,
+            pin_memory=pin_memory,
+            collate_fn=_Collate(dataset, collate or default_collate),
+        )
+
+
+class _Lists:
+    """Index tensors as the lists of numbers that a DataLoader takes."""
+
+    def __init__(self, indices: Iterator[Tensor]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for chosen in self._indices:
+            yield chosen.tolist()
+
+
+class _Collate:
+    """Collates examples; an empty list becomes a batch of length zero of the right shape."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        if examples:
+            return self._collate(examples)
+        return _emptied(self._collate([self._dataset[0]]))
+
+
+def _emptied(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, dict):
+        return {key: _emptied(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_emptied(part) for part in batch)
+    return batch
+
+
+def chunks(indices: Tensor, size: int | None) -> Sequence[Tensor]:
+    """A logical batch as micro-batches of at most `size`; an empty one stays one empty chunk."""
+    if size is None or len(indices) <= size:
+        return [indices]
+    return torch.split(indices, size)

@@ -1,0 +1,232 @@
+"""Algorithm 1: request the budget, clip and sum, add the noise, hand the gradient on.
+
+Formal guarantees of `PrivateGradients`: a gradient reaches `p.grad` only after `spending` granted
+the step; it is (Σ_i clip(g_i) + noise) / divisor, with noise of deviation σ_t × the clip's
+sensitivity on every coordinate of the *sum*, and a divisor that is public (the examples, or the
+expected batch size). An example whose gradient is not finite contributes zero. What the optimiser
+then does is post-processing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diminuendo import _validate
+from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
+from diminuendo.planning import Plan
+from diminuendo.spending import PlanSpending, Spending
+from diminuendo.training import sampling
+from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.distributed import Group
+from diminuendo.training.seeds import Seeds
+
+ClipRule = Clip | Callable[[int], Clip]
+"""A clip for all steps, or one for each step t = 1, 2, …"""
+
+
+class Released(NamedTuple):
+    """What an adaptive policy may look at: everything in here has been paid for."""
+
+    step: int
+    gradients: tuple[Tensor, ...]
+    granted: tuple[GaussianStep, ...]
+
+
+Policy = Callable[[Released], float]
+
+
+class _Part(NamedTuple):
+    """A micro-batch's place in its logical batch."""
+
+    first: bool
+    last: bool
+
+
+@dataclass
+class _Open:
+    """A step that has been paid for and is being summed up."""
+
+    event: GaussianStep
+    clip: Clip
+    sums: list[Tensor]
+
+
+class PrivateGradients:
+    """Private gradients for your own loop.
+
+        private = PrivateGradients(model, plan)
+        for x, y in private.batches(dataset):
+            private.backward(loss_fn(model(x), y))     # one loss per example
+            optimizer.step(); optimizer.zero_grad()
+
+    clip         the plan's norm, flat, unless given: a Clip, or a function of the step t = 1, 2, …
+    spending     who is asked before each step; the plan itself unless given
+    policy       with a spending that has a filter: sees what was released, returns the next σ
+    micro_batch  largest number of examples held at once; results are the same to rounding, and
+                 p.grad stays None until the logical batch is complete
+    seed         only for tests and experiments: the run is then not private
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        clip: ClipRule | None = None,
+        spending: Spending | None = None,
+        policy: Policy | None = None,
+        micro_batch: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if policy is not None and (spending is None or isinstance(spending, PlanSpending)):
+            raise InputError(
+                "given together with a spending that has a filter",
+                name="policy",
+                value=policy,
+                remedy="A plan fixes every σ; use AdaptiveSpending.",
+            )
+        self.model, self.plan, self.policy = model, plan, policy
+        self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
+        self.spending = PlanSpending(plan) if spending is None else spending
+        self.micro_batch = (
+            None if micro_batch is None else _validate.count("micro_batch", micro_batch)
+        )
+        self.group = Group.current()
+        self.seeds = self.group.same_seeds(Seeds.make(seed))
+        self.engine = Engine(model, eval_mode="raise")
+        self.step = 0
+        self._part: _Part | None = None
+        self._next: GaussianStep | None = None
+        self._open: _Open | None = None
+        self._released: tuple[Tensor, ...] = ()
+
+    @property
+    def private(self) -> bool:
+        """False where a fixed seed makes the noise predictable."""
+        return self.seeds.private
+
+    @property
+    def divisor(self) -> float:
+        """The examples, or the expected batch size: public, never the size that was drawn."""
+        return self.plan.examples * self.plan.sampling_rate
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step."""
+        source = sampling.Source(dataset)
+        if len(source) != self.plan.examples:
+            raise InputError(
+                f"the plan's examples ({self.plan.examples})",
+                name="the size of the dataset",
+                value=len(source),
+                remedy="Plan for this dataset.",
+            )
+        parts: deque[_Part] = deque()
+        for batch in source.batches(
+            self._indices(parts), workers=workers, pin_memory=pin_memory, collate=collate
+        ):
+            part = parts.popleft()
+            if part.first and not self._may_go_on():
+                return
+            self._part = part
+            yield batch
+            if self._part is not None:
+                raise InputError(
+                    "called once for each batch",
+                    name="private.backward",
+                    value="no call",
+                    remedy="A batch that was drawn belongs to a step.",
+                )
+
+    def _indices(self, parts: deque[_Part]) -> Iterator[Tensor]:
+        step = self.step
+        while self.policy is not None or step < self.plan.steps:
+            drawn = sampling.draw(self.plan.examples, self.plan.sampling_rate, self.seeds, step)
+            pieces = sampling.chunks(self.group.share(drawn), self.micro_batch)
+            for i, piece in enumerate(pieces):
+                parts.append(_Part(first=i == 0, last=i == len(pieces) - 1))
+                yield piece
+            step += 1
+
+    def _may_go_on(self) -> bool:
+        event = self._next = self._next_event()
+        return self.group.agree(lambda: self.spending.fits(event))
+
+    def _next_event(self) -> GaussianStep:
+        if self.policy is None:
+            sigma = float(self.plan.sigmas[min(self.step, self.plan.steps - 1)])
+        else:
+            released = Released(self.step, self._released, self.spending.granted)
+            sigma = _validate.positive("the policy's σ", self.policy(released))
+        return GaussianStep(noise_multiplier=sigma, sampling_rate=self.plan.sampling_rate)
+
+    def backward(self, losses: Tensor) -> None:
+        """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
+        part, self._part = self._part, None
+        if part is None:
+            part = self._own_batch(losses)
+        if part.first:
+            self._open = self._request()
+        step = self._open
+        if step is None:
+            raise InputError("begun", name="the step", value=None, remedy="Draw the next batch.")
+        step.sums = self.engine.clipped_sum(losses, step.clip, accumulate=step.sums).sums
+        if part.last:
+            self._open = None
+            self._release(step)
+
+    def _request(self) -> _Open:
+        """The budget request: refused, it raises BudgetRefused and nothing has changed."""
+        event = self._next or self._next_event()
+        self._next = None
+        self.group.agree(lambda: self.spending.request(event))
+        if not self.group.first:
+            self.spending.note(event)
+        clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
+        return _Open(event, clip, self.engine.zeros())
+
+    def _release(self, step: _Open) -> None:
+        """Noise on the sum, once; then the public divisor; then p.grad."""
+        noise_std = step.event.noise_multiplier * step.clip.sensitivity
+        flat = torch.cat([total.flatten() for total in step.sums])
+        if self.group.first:
+            generator = self.seeds.generator("noise", self.step, flat.device)
+            noise = torch.empty_like(flat).normal_(0.0, noise_std, generator=generator)
+            flat += noise
+        self.group.sum(flat)
+        flat /= self.divisor
+        self._released = torch.split(flat, [total.numel() for total in step.sums])
+        for parameter, gradient in zip(self.engine.parameters, self._released, strict=True):
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+        self.step += 1
+
+    def skip_to(self, step: int) -> None:
+        """Steps that may have been released before a crash: spent, and not taken again."""
+        while self.step < min(step, self.plan.steps):
+            self.spending.request(self._next_event())
+            self.step += 1
+
+    def _own_batch(self, losses: Tensor) -> _Part:
+        """A batch that `batches` did not draw: only the whole dataset can be one."""
+        if self.plan.sampling_rate != 1 or losses.shape[:1] != (self.plan.examples,):
+            raise InputError(
+                "drawn by private.batches(dataset)",
+                name="the batch",
+                value=tuple(losses.shape),
+                remedy="The claim is for the plan's own sampler; only a full batch may come from "
+                "elsewhere.",
+            )
+        return _Part(first=True, last=True)

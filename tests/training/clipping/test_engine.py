@@ -1,0 +1,475 @@
+"""The engine around the layers: odd examples, micro-batches, errors, refusals, life cycle."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from naive import batch_loss, close, compare, layer_slots, per_example, reference
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from diminuendo.training.clipping import (
+    Automatic,
+    Clip,
+    Engine,
+    EngineError,
+    Flat,
+    PerLayer,
+    UnsupportedModule,
+)
+
+CLIPS: list[Clip] = [Flat(0.7), PerLayer(0.7), Automatic(0.7)]
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Linear(6, 5),
+        nn.Tanh(),
+        nn.LayerNorm(5),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    )
+
+
+def gram_network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv1d(2, 40, 3, padding=1), nn.PReLU(40), nn.Conv1d(40, 50, 3), nn.Linear(4, 60)
+    )
+
+
+def test_sensitivities() -> None:
+    assert Flat(2.0).sensitivity == 2.0
+    assert Automatic(3.0).sensitivity == 3.0
+    assert PerLayer(2.5).sensitivity == 2.5
+    assert PerLayer([3.0, 4.0]).sensitivity == pytest.approx(5.0)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(EngineError, match="above 0"):
+            Flat(wrong)
+    with pytest.raises(EngineError):
+        PerLayer([])
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_one_contribution_is_within_the_sensitivity(clip: Clip) -> None:
+    model = network()
+    with Engine(model) as engine:
+        for scale in (1e-3, 1.0, 1e3):
+            result = engine.clipped_sum(batch_loss(model, (scale * torch.randn(1, 2, 6),)), clip)
+            size = torch.stack([total.square().sum() for total in result.sums]).sum().sqrt()
+            assert float(size) <= clip.sensitivity * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf, 1e200])
+@pytest.mark.parametrize("make", [network, gram_network])
+def test_nonfinite_examples_contribute_zero(make: object, value: float, clip: Clip) -> None:
+    model = make()  # type: ignore[operator]
+    x = torch.randn(5, 2, 6)
+    bad = x.clone()
+    bad[1, 0, 2] = value
+    bad[4, 1, 5] = value
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (bad,)).square(), clip)
+        good = engine.clipped_sum(batch_loss(model, (bad[[0, 2, 3]],)).square(), clip)
+    if bool(result.norms.isfinite().all()):
+        pytest.skip("a normalisation tamed the value")
+    assert int(result.nonfinite) == 2
+    assert torch.isfinite(result.norms[[0, 2, 3]]).all()
+    for actual, expected in zip(result.sums, good.sums, strict=True):
+        close(actual, expected, 1e-12, "sum", 1e-3)
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    weights = torch.tensor([1.0, math.inf, math.nan, 1.0])
+    x = torch.randn(4, 3)
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (x,)) * weights, Flat(1.0))
+        good = engine.clipped_sum(batch_loss(model, (x[[0, 3]],)), Flat(1.0))
+    assert int(result.nonfinite) == 2
+    for actual, expected in zip(result.sums, good.sums, strict=True):
+        close(actual, expected, 1e-12, "sum")
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_zero_gradients(clip: Clip) -> None:
+    model = network()
+    x = torch.randn(4, 2, 6)
+    keep = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (x,)) * keep, clip)
+        half = engine.clipped_sum(batch_loss(model, (x[[0, 2]],)), clip)
+        nothing = engine.clipped_sum(batch_loss(model, (x,)) * 0.0, clip)
+    assert torch.equal(result.norms[[1, 3]], torch.zeros(2))
+    for actual, expected in zip(result.sums, half.sums, strict=True):
+        close(actual, expected, 1e-12, "sum", 1e-3)
+    assert all(torch.equal(total, torch.zeros_like(total)) for total in nothing.sums)
+    assert int(nothing.nonfinite) == 0
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_micro_batches(clip: Clip) -> None:
+    model = network()
+    x = torch.randn(7, 2, 6)
+    with Engine(model) as engine:
+        whole = engine.clipped_sum(batch_loss(model, (x,)), clip)
+        buffers = engine.zeros()
+        norms = []
+        for part in (x[:3], x[3:4], x[4:4], x[4:]):
+            result = engine.clipped_sum(batch_loss(model, (part,)), clip, accumulate=buffers)
+            assert all(a is b for a, b in zip(result.sums, buffers, strict=True))
+            norms.append(result.norms)
+    close(torch.cat(norms), whole.norms, 1e-12, "norms")
+    for actual, expected in zip(buffers, whole.sums, strict=True):
+        close(actual, expected, 1e-12, "sum", 1e-3)
+
+
+def test_empty_batch() -> None:
+    for model, x in (
+        (network(), torch.randn(0, 2, 6)),
+        (nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), torch.zeros(0, 3, dtype=torch.long)),
+    ):
+        with Engine(model) as engine:
+            for clip in CLIPS:
+                result = engine.clipped_sum(model(x).flatten(1).sum(1), clip)
+                assert result.norms.shape == (0,)
+                assert int(result.nonfinite) == 0
+                for total, param in zip(result.sums, engine.parameters, strict=True):
+                    assert torch.equal(total, torch.zeros_like(param))
+
+
+def test_unused_parameters_get_zeros() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    with Engine(model) as engine:
+        result = engine.clipped_sum(model["a"](torch.randn(4, 3)).sum(1), PerLayer(1.0))
+    assert torch.equal(result.sums[engine.names.index("b.weight")], torch.zeros(2, 3))
+
+
+def test_float32_takes_the_same_paths() -> None:
+    torch.set_default_dtype(torch.float32)
+    for model in (network(), gram_network()):
+        compare(model, (torch.randn(5, 2, 6),), tol=2e-5)
+
+
+def test_autocast() -> None:
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(
+        nn.Embedding(20, 16),
+        nn.Linear(16, 32),
+        nn.ReLU(),
+        nn.LayerNorm(32),
+        nn.TransformerEncoderLayer(32, 2, 48, dropout=0.0, batch_first=True),
+    )
+    x = torch.randint(0, 20, (6, 7))
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        return out.float().square().mean((1, 2))
+
+    with Engine(model) as engine:
+        low = engine.clipped_sum(loss(), Flat(0.05))
+        full = engine.clipped_sum(model(x).square().mean((1, 2)), Flat(0.05))
+    assert low.norms.dtype == torch.float32
+    assert all(total.dtype == torch.float32 for total in low.sums)
+    close(low.norms, full.norms, 0.1, "norms")
+    grad = torch.cat([total.flatten() for total in low.sums])
+    expected = torch.cat([total.flatten() for total in full.sums])
+    assert float((grad - expected).norm() / expected.norm()) < 0.1
+
+
+def test_the_model_is_left_alone() -> None:
+    model = network()
+    x = torch.randn(4, 2, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = model(x)
+    engine = Engine(model)
+    assert list(model.state_dict()) == list(before)
+    assert torch.equal(model(x), plain)
+    engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+    assert all(param.grad is None and param.requires_grad for param in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(x), plain)
+    assert not any(engine._tape.pending.values())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.mul_(2.0)
+    assert not torch.equal(twin(x), plain)
+    assert not any(engine._tape.pending.values()), "a copy must not record into the engine"
+    with pytest.raises(EngineError, match="already attached"):
+        Engine(model)
+    compare(twin, (x,))
+    with pytest.raises(EngineError, match="instead of backward"):
+        model(x).sum().backward()
+    engine.close()
+    engine.close()
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    with pytest.raises(EngineError, match="closed"):
+        engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+
+
+def test_forward_passes_that_led_nowhere_do_not_count() -> None:
+    model = network()
+    x = torch.randn(4, 2, 6)
+    with Engine(model) as engine:
+        expected = engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+        model(torch.randn(9, 2, 6))
+        actual = engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+    for a, b in zip(actual.sums, expected.sums, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_forward_passes_in_one_loss() -> None:
+    model = network()
+
+    def loss(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return (module(batch[0]) - module(batch[1])).square().sum(1)
+
+    compare(model, (torch.randn(4, 2, 6), torch.randn(4, 2, 6)), loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+
+    model, x = Saving(), torch.randn(4, 3, 6)
+    grads = []
+    for i in range(4):
+        value = batch_loss(model, (x[i : i + 1],)).sum()
+        model.zero_grad()
+        value.backward()
+        grads.append([param.grad for param in model.parameters()])
+    stacked = [torch.stack([row[k] for row in grads]) for k in range(len(grads[0]))]
+    with Engine(model) as engine:
+        norms, sums = reference(stacked, Flat(1.0), layer_slots(engine))
+        result = engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+    close(result.norms, norms, 1e-10, "norms")
+    for actual, expected in zip(result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, "sums")
+
+
+def test_inputs_that_require_gradients() -> None:
+    compare(network(), (torch.randn(4, 2, 6).requires_grad_(),))
+
+
+def test_averaged_losses_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    with Engine(model) as engine:
+        with pytest.raises(EngineError, match="reduction='none'"):
+            engine.clipped_sum(model(torch.randn(4, 3)).mean(), Flat(1.0))
+        with pytest.raises(EngineError, match="one loss per example"):
+            engine.clipped_sum(model(torch.randn(4, 3)), Flat(1.0))
+        with pytest.raises(EngineError, match="first dimension 4, but there are 8"):
+            engine.clipped_sum(model(torch.randn(4, 3)).flatten(), Flat(1.0))
+        with torch.no_grad():
+            losses = model(torch.randn(4, 3)).sum(1)
+        with pytest.raises(EngineError, match="no_grad"):
+            engine.clipped_sum(losses, Flat(1.0))
+        with pytest.raises(EngineError, match="2 bounds were given for 1 layers"):
+            engine.clipped_sum(model(torch.randn(4, 3)).sum(1), PerLayer([1.0, 2.0]))
+
+
+def test_eval_mode() -> None:
+    model = nn.Linear(3, 2).eval()
+    with (
+        Engine(model, eval_mode="raise") as engine,
+        pytest.raises(EngineError, match="eval mode"),
+    ):
+        engine.clipped_sum(model(torch.randn(4, 3)).sum(1), Flat(1.0))
+    with Engine(model, eval_mode="warn") as engine, pytest.warns(UserWarning, match="eval mode"):
+        engine.clipped_sum(model(torch.randn(4, 3)).sum(1), Flat(1.0))
+    with pytest.raises(EngineError, match="eval_mode"):
+        Engine(model, eval_mode="never")
+
+
+def test_changed_inputs_are_noticed() -> None:
+    model = nn.Linear(3, 3)
+    with Engine(model) as engine:
+        x = torch.randn(4, 3)
+        out = model(x)
+        x.add_(1.0)
+        with pytest.raises(EngineError, match="changed in place"):
+            engine.clipped_sum(out.sum(1), Flat(1.0))
+
+
+def test_a_weight_used_outside_its_module_is_refused() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return nn.functional.linear(self.embed(index), self.embed.weight)
+
+    model = Direct()
+    with Engine(model) as engine, pytest.raises(EngineError, match=r"embed\.weight"):
+        engine.clipped_sum(batch_loss(model, (torch.tensor([[1, 2]]),)), Flat(1.0))
+
+
+def test_forward_before_the_engine_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    losses = model(torch.randn(4, 3)).sum(1)
+    with Engine(model) as engine, pytest.raises(EngineError, match="not recorded"):
+        engine.clipped_sum(losses, Flat(1.0))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x * self.scale, 0.5, True)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (nn.BatchNorm1d(3), "never.*GroupNorm"),
+        (nn.BatchNorm1d(3, affine=False), "never.*GroupNorm"),
+        (nn.SyncBatchNorm(3), "never.*GroupNorm"),
+        (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), "track_running_stats"),
+        (nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (nn.TransformerEncoderLayer(4, 2), "batch_first=True"),
+        (nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), "not yet"),
+        (nn.Embedding(4, 2, max_norm=1.0), "max_norm"),
+        (nn.Embedding(4, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.EmbeddingBag(4, 2), "nn.Embedding"),
+        (nn.LazyLinear(3), "no shape yet"),
+        (nn.LSTM(3, 3), "batch_first=True"),
+        (nn.LSTM(3, 3, proj_size=2, batch_first=True), "proj_size"),
+        (nn.utils.spectral_norm(nn.Linear(3, 3)), "parametrizations"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "not yet"),
+    ],
+)
+def test_refusals_name_the_module(module: nn.Module, text: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
+    with pytest.raises(UnsupportedModule, match=rf"1\.0.*{text}") as caught:
+        Engine(model)
+    assert caught.value.path.startswith("1.0")
+    assert caught.value.verdict in ("never", "not yet", "replace")
+    assert not any("forward" in part.__dict__ for part in model.modules())
+
+
+def test_frozen_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False).eval())
+    compare(model, (torch.randn(4, 3),))
+    with Engine(model):
+        model.train()
+        with pytest.raises(UnsupportedModule, match="GroupNorm"):
+            model(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(Noisy, "not yet"), (Mixing, "never")])
+def test_modules_that_cannot_be_replayed(kind: type[nn.Module], verdict: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), kind())
+    with Engine(model) as engine, pytest.raises(UnsupportedModule, match=verdict):
+        engine.clipped_sum(batch_loss(model, (torch.randn(4, 3),)), Flat(1.0))
+
+
+def test_parameters_that_thaw() -> None:
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
+    with Engine(model) as engine:
+        model.requires_grad_(True)
+        with pytest.raises(EngineError, match=r"0\.weight.*frozen"):
+            engine.clipped_sum(batch_loss(model, (torch.randn(4, 3),)), Flat(1.0))
+
+
+class Masked(nn.Module):
+    """An argument that is not per example, and may have the size of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (mask @ x) * self.scale
+
+
+def test_arguments_that_are_not_per_example() -> None:
+    inner, mask = Masked(), torch.randn(4, 4)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, mask)
+
+    model = Outer()
+    batches = [torch.randn(n, 4, 3) for n in (6, 4, 5)]
+    expected = [
+        reference(per_example(model, (x,), batch_loss), Flat(1.0), [])[1][0] for x in batches
+    ]
+    with Engine(model) as engine:
+        for x, total in zip(batches, expected, strict=True):
+            result = engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+            close(result.sums[0], total, 1e-10, "sum")
+    with Engine(model) as engine, pytest.raises(UnsupportedModule, match="first dimension"):
+        engine.clipped_sum(batch_loss(model, (batches[1],)), Flat(1.0))
+
+
+def test_no_trainable_parameter() -> None:
+    with pytest.raises(EngineError, match="requires_grad"):
+        Engine(nn.Linear(3, 2).requires_grad_(False))
+
+
+def test_dropout_between_layers() -> None:
+    model = nn.Sequential(nn.Linear(3, 30), nn.Dropout(0.5), nn.Linear(30, 2))
+    x = torch.randn(1, 3)
+    torch.manual_seed(5)
+    grads = per_example(model, (x,), batch_loss)
+    with Engine(model) as engine:
+        torch.manual_seed(5)
+        result = engine.clipped_sum(batch_loss(model, (x,)), Flat(1.0))
+        norms, sums = reference(grads, Flat(1.0), layer_slots(engine))
+    close(result.norms, norms, 1e-12, "norms")
+    for actual, expected in zip(result.sums, sums, strict=True):
+        close(actual, expected, 1e-12, "sums")
+
+
+@pytest.mark.parametrize("first", ["engine", "compile"])
+def test_compiled_model(first: str) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.LayerNorm(7), nn.Linear(7, 3))
+    x = torch.randn(6, 5)
+    with Engine(model) as engine:
+        expected = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
+    torch._dynamo.reset()
+    if first == "engine":
+        engine = Engine(model)
+        compiled = torch.compile(model, backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+        engine = Engine(compiled)
+    for _ in range(2):
+        actual = engine.clipped_sum(batch_loss(compiled, (x,)), Flat(0.5))
+        close(actual.norms, expected.norms, 1e-12, "norms")
+        for a, b in zip(actual.sums, expected.sums, strict=True):
+            close(a, b, 1e-12, "sums")
+    engine.close()

@@ -1,0 +1,303 @@
+"""Algorithm 1, step by step: what reaches p.grad, and what it cost."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import diminuendo as dim
+from diminuendo.accounting import GaussianFilter
+from diminuendo.spending import AdaptiveSpending, PlanSpending
+from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients
+from diminuendo.training.clipping import EngineError
+from diminuendo.training.seeds import Seeds
+
+N, D = 40, 5
+BUDGET = dim.Budget(epsilon=4, delta=1e-5)
+
+
+def make_plan(**changes: object) -> dim.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dim.PlanWarning)
+        return dim.plan(
+            BUDGET, **{"examples": N, "parameters": 60, "steps": 6, "clip": 0.7, **changes}
+        )
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def make_data(seed: int = 1, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, D, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
+    total = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    for i in range(len(x)):
+        grads = torch.autograd.grad(
+            LOSS(model(x[i : i + 1]), y[i : i + 1]).sum(), list(model.parameters())
+        )
+        flat = torch.cat([g.flatten() for g in grads])
+        total += flat * min(1.0, clip / float(flat.norm()))
+    return total
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n() -> None:
+    plan, (x, y) = make_plan(), make_data()
+    expected = naive_sum(make_model(), x, y, 0.7)
+    model = make_model()
+    private = PrivateGradients(model, plan, seed=3)
+    batch = next(iter(private.batches((x, y))))
+    private.backward(LOSS(model(batch[0]), batch[1]))
+    noise = torch.empty_like(expected).normal_(
+        0.0, plan.sigmas[0] * 0.7, generator=Seeds.make(3).generator("noise", 0)
+    )
+    torch.testing.assert_close(gradient(model), (expected + noise) / N, rtol=1e-10, atol=1e-12)
+
+
+def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(200, 100)
+    plan = make_plan(steps=3, clip=2.0)
+    private = PrivateGradients(model, plan)
+    seen = []
+    for _ in range(3):
+        private.backward((model(torch.zeros(N, 200)) * 0).sum(1))
+        seen.append(gradient(model))
+        model.zero_grad()
+    count = seen[0].numel()
+    for t, values in enumerate(seen):
+        expected = 2.0 * plan.sigmas[t] / N
+        assert float(values.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * count))
+        assert abs(float(values.mean())) < 5 * expected / math.sqrt(count)
+    correlation = torch.corrcoef(torch.stack(seen))[0, 1]
+    assert abs(float(correlation)) < 5 / math.sqrt(count)
+
+
+def test_a_plan_runs_exactly_its_steps() -> None:
+    plan, data = make_plan(steps=5), make_data()
+    model = make_model()
+    private = PrivateGradients(model, plan)
+    assert len([private.backward(LOSS(model(x), y)) for x, y in private.batches(data)]) == 5
+    assert private.spending.granted == plan.events
+    assert private.spending.epsilon() <= 4
+    with pytest.raises(dim.BudgetRefused, match="5 steps are spent"):
+        private.backward(LOSS(model(data[0]), data[1]))
+    assert private.spending.steps == 5
+
+
+@pytest.mark.parametrize("micro", [1, 7, 13, 40])
+def test_micro_batches_give_the_same_gradient(micro: int) -> None:
+    plan, data = make_plan(), make_data()
+    whole, parts = make_model(), make_model()
+    one = PrivateGradients(whole, plan, seed=1)
+    for x, y in one.batches(data):
+        one.backward(LOSS(whole(x), y))
+        break
+    many = PrivateGradients(parts, plan, seed=1, micro_batch=micro)
+    for x, y in many.batches(data):
+        assert len(x) <= micro
+        many.backward(LOSS(parts(x), y))
+        if many.step:
+            break
+        assert all(p.grad is None for p in parts.parameters())
+    torch.testing.assert_close(gradient(whole), gradient(parts), rtol=1e-10, atol=1e-12)
+
+
+def test_poisson_draws_divide_by_the_expected_size_and_empty_ones_count() -> None:
+    plan, (x, y) = make_plan(sampling_rate=0.02, steps=30), make_data()
+    model = make_model()
+    private = PrivateGradients(model, plan, seed=5)
+    sizes = []
+    for bx, by in private.batches((x, y)):
+        sizes.append(len(bx))
+        private.backward(LOSS(model(bx), by))
+        if len(bx) == 0:
+            step = private.step - 1
+            noise = torch.empty(gradient(model).numel(), dtype=torch.float64).normal_(
+                0.0, plan.sigmas[step] * 0.7, generator=private.seeds.generator("noise", step)
+            )
+            torch.testing.assert_close(gradient(model), noise / (0.02 * N))
+        model.zero_grad()
+    assert len(sizes) == 30
+    assert 0 in sizes
+    assert private.divisor == pytest.approx(0.8)
+    assert private.spending.steps == 30
+
+
+class Pairs(Dataset):
+    """A map-style dataset."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[i], self.y[i]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_any_dataset_draws_the_same(workers: int) -> None:
+    plan, (x, y) = make_plan(sampling_rate=0.1, steps=12), make_data()
+    results = []
+    for data in ((x, y), (x.numpy(), y.numpy()), Pairs(x, y)):
+        model = make_model()
+        private = PrivateGradients(model, plan, seed=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for bx, by in private.batches(data, workers=workers if isinstance(data, Pairs) else 0):
+            private.backward(LOSS(model(bx), by))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=0, atol=0)
+
+
+def test_a_broken_example_contributes_nothing_and_changes_nothing_else() -> None:
+    plan, (x, y) = make_plan(), make_data()
+    broken = x.clone()
+    broken[3] = float("nan")
+    broken[8] = float("inf")
+    keep = [i for i in range(N) if i not in (3, 8)]
+    expected = naive_sum(make_model(), x[keep], y[keep], 0.7)
+    model = make_model()
+    private = PrivateGradients(model, plan, seed=3)
+    private.backward(LOSS(model(broken), y))
+    noise = torch.empty_like(expected).normal_(
+        0.0, plan.sigmas[0] * 0.7, generator=Seeds.make(3).generator("noise", 0)
+    )
+    torch.testing.assert_close(gradient(model), (expected + noise) / N, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("clip", "sensitivity"),
+    [
+        (Flat(2.0), 2.0),
+        (PerLayer([3.0, 4.0]), 5.0),
+        (Automatic(1.5), 1.5),
+        (lambda t: Flat(2.0 / t), 2.0),
+    ],
+)
+def test_noise_follows_the_sensitivity_of_the_clip(clip: object, sensitivity: float) -> None:
+    model, plan = make_model(), make_plan()
+    private = PrivateGradients(model, plan, clip=clip, seed=9)
+    private.backward((model(make_data()[0]) * 0).sum(1))
+    noise = torch.empty(gradient(model).numel(), dtype=torch.float64).normal_(
+        0.0, plan.sigmas[0] * sensitivity, generator=Seeds.make(9).generator("noise", 0)
+    )
+    torch.testing.assert_close(gradient(model), noise / N)
+
+
+def test_a_policy_is_held_by_its_filter() -> None:
+    plan, data = make_plan(), make_data()
+    model = make_model()
+    seen = []
+
+    def policy(released: object) -> float:
+        seen.append(released)
+        return 6.0 if len(seen) % 2 else 9.0
+
+    private = PrivateGradients(
+        model, plan, spending=AdaptiveSpending(GaussianFilter(BUDGET)), policy=policy
+    )
+    for x, y in private.batches(data):
+        private.backward(LOSS(model(x), y))
+        model.zero_grad()
+    sigmas = np.array(
+        [e.noise_multiplier for e in private.spending.granted for _ in range(e.count)]
+    )
+    assert set(sigmas) <= {6.0, 9.0}
+    assert np.sum(sigmas**-2.0) <= BUDGET.R
+    assert np.sum(sigmas**-2.0) + 6.0**-2 > BUDGET.R
+    assert private.spending.epsilon() == 4
+    assert seen[1].step == 1
+    assert len(seen[1].gradients) == 4
+
+
+def test_plan_spending_grants_only_the_plan() -> None:
+    spending = PlanSpending(make_plan())
+    with pytest.raises(dim.BudgetRefused, match="Step 1 of the plan"):
+        spending.request(dim.GaussianStep(noise_multiplier=1.0))
+    assert spending.steps == 0
+    assert spending.epsilon() == 0
+
+
+def test_noise_cannot_be_predicted_unless_asked_for() -> None:
+    plan, (x, y) = make_plan(), make_data()
+    seen = []
+    for seed in (None, None, 4, 4):
+        model = make_model()
+        private = PrivateGradients(model, plan, seed=seed)
+        assert private.private is (seed is None)
+        private.backward(LOSS(model(x), y))
+        seen.append(gradient(model))
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[2], seen[3])
+
+
+def test_a_poisson_sample_is_one() -> None:
+    """Each example 4,000 times at rate 0.1: within 5 deviations, and pairs are independent."""
+    from diminuendo.training.sampling import draw
+
+    seeds, hits = Seeds.make(0), torch.zeros(50)
+    both = 0
+    for step in range(4000):
+        chosen = draw(50, 0.1, seeds, step)
+        hits[chosen] += 1
+        both += int(0 in chosen and 1 in chosen)
+    deviation = math.sqrt(4000 * 0.1 * 0.9)
+    assert float((hits - 400).abs().max()) < 5 * deviation
+    assert abs(both - 40) < 5 * math.sqrt(40)
+
+
+def wrong(action):
+    model, plan, data = make_model(), make_plan(), make_data()
+    return action(model, PrivateGradients(model, plan), data)
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        (lambda m, p, d: p.backward(LOSS(m(d[0]), d[1]).mean()), "drawn by|one loss per example"),
+        (lambda m, p, d: p.backward(LOSS(m(d[0][:5]), d[1][:5])), "drawn by"),
+        (lambda m, p, d: next(p.batches((d[0][:5], d[1][:5]))), "size of the dataset"),
+        (lambda m, p, d: next(p.batches((d[0][:5], d[1]))), "of one length"),
+        (lambda m, p, d: next(p.batches(iter([1, 2]))), "map-style"),
+        (lambda m, p, d: next(p.batches((d[0][:0], d[1][:0]))), "at least one example"),
+        (lambda m, p, d: list(p.batches(d)), "once for each batch"),
+        (lambda m, p, d: PrivateGradients(make_model(), p.plan, policy=lambda r: 1.0), "policy"),
+        (lambda m, p, d: PrivateGradients(make_model(), p.plan, micro_batch=0), "micro_batch"),
+        (lambda m, p, d: PrivateGradients(make_model(), p.plan, seed=-1), "seed"),
+        (lambda m, p, d: PrivateGradients(nn.BatchNorm1d(3), p.plan), "GroupNorm"),
+    ],
+)
+def test_bad_use(action, said: str) -> None:
+    with pytest.raises(dim.DiminuendoError, match=said):
+        wrong(action)
+
+
+def test_eval_mode_is_refused() -> None:
+    model = make_model().eval()
+    private = PrivateGradients(model, make_plan())
+    x, y = make_data()
+    with pytest.raises(EngineError, match="eval mode"):
+        private.backward(LOSS(model(x), y))
