@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import diminuendo as dim
+from diminuendo.training import PrivateGradients
 from diminuendo.training.clipping import Engine, Flat
 
 Step = Callable[[], object]
@@ -123,20 +125,37 @@ def plain_step(name: str, device: str, update: bool = False) -> Step:
 
 
 def private_step(name: str, device: str, update: bool = False) -> Step:
+    """The clipped sum alone; with `update`, the whole of PrivateGradients and the optimiser."""
     model, x, y = workload(name, device)
-    engine = Engine(model)
-    clip = Flat(1.0)
     optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if update:
+        return whole_step(model, x, y, optimiser)
+    engine, clip = Engine(model), Flat(1.0)
 
     def step() -> None:
         optimiser.zero_grad()
         result = engine.clipped_sum(F.cross_entropy(model(x), y, reduction="none"), clip)
         for param, total in zip(engine.parameters, result.sums, strict=True):
-            if update:
-                total.add_(torch.randn_like(total)).div_(x.shape[0])
             param.grad = total
-        if update:
-            optimiser.step()
+
+    return step
+
+
+def whole_step(model: nn.Module, x: Tensor, y: Tensor, optimiser: torch.optim.Optimizer) -> Step:
+    """Request, clip, sum, noise, divide, update."""
+    plan = dim.plan(
+        dim.Budget(epsilon=1, delta=1e-5),
+        examples=len(x),
+        parameters=1,
+        steps=100_000,
+        schedule="uniform",
+    )
+    private = PrivateGradients(model, plan)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        private.backward(F.cross_entropy(model(x), y, reduction="none"))
+        optimiser.step()
 
     return step
 
@@ -266,7 +285,7 @@ def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
     report(name, compare(steps, rounds, device), "plain")
     updates = {
         "plain+SGD": plain_step(name, device, True),
-        "private+noise+SGD": private_step(name, device, True),
+        "private, whole": private_step(name, device, True),
     }
     report(name, compare(updates, rounds, device), "plain+SGD")
     (gpu_memory if device == "cuda" else cpu_memory)(name)

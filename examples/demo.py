@@ -15,6 +15,7 @@ EXAMPLES, PARAMETERS, CLIP, STEPS, GAMMA = 1000, 71_010, 4.0, 100, 0.98
 
 def main() -> None:
     warnings.simplefilter("ignore", dim.PlanWarning)
+    OUT.mkdir(exist_ok=True)
     budgets = {
         "paper's conversion": dim.Budget(epsilon=4, delta=1e-8, conversion="zcdp"),
         "exact": dim.Budget(epsilon=4, delta=1e-8),

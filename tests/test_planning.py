@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,6 +232,45 @@ def test_subsampled_plan_is_a_local_optimum() -> None:
         assert np.sum(q * dim.calibrate(kicked, budget, rate) ** 2) >= best * (1 - 1e-3)
 
 
+def test_momentum_bound_is_the_same_fact_from_kappa_and_gamma() -> None:
+    """γ = 1 − 1/κ: what differs is the schedule, not the theorem for uniform noise."""
+    one = dim.plan(BUDGET, **LARGE, kappa=20, momentum=0.9, steps=500, schedule="uniform")
+    two = dim.plan(BUDGET, **LARGE, gamma=0.95, momentum=0.9, steps=500, schedule="uniform")
+    assert one.erub == pytest.approx(two.erub, rel=1e-9)
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    given: dict[str, Any] = {
+        "examples": np.int64(100_000),
+        "parameters": np.int64(10),
+        "kappa": np.float32(20),
+        "momentum": np.float32(0.5),
+        "steps": np.int32(9),
+    }
+    plan = dim.plan(BUDGET, **given)
+    assert dim.Plan.from_json(plan.to_json()) == plan
+
+
+def test_tiny_eigenvalues_do_no_harm() -> None:
+    for tiny in (1e-7, 1e-9, 1e-17):
+        with pytest.warns(dim.PlanWarning, match="says nothing here"):
+            assert dim.plan(BUDGET, **LARGE, spectrum=[1, 0.5, tiny], steps=100).steps == 100
+
+
+@pytest.mark.parametrize(("gamma", "steps", "rate"), [(0.95, 60, 0.05), (0.9, 150, 0.3)])
+def test_steep_influences_are_followed_under_sampling(
+    gamma: float, steps: int, rate: float
+) -> None:
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    plan = dim.plan(
+        budget, examples=10**4, parameters=1, gamma=gamma, steps=steps, sampling_rate=rate
+    )
+    q = influence.gradient_descent(gamma=gamma, steps=steps)
+    for power in (0.0, 0.125, 0.25):
+        other = dim.calibrate(q**-power, budget, rate)
+        assert np.sum(q * plan.sigmas**2) <= np.sum(q * other**2) * (1 + 1e-3)
+
+
 def test_warnings() -> None:
     with pytest.warns(dim.PlanWarning, match="above 1/examples"):
         dim.plan(dim.Budget(epsilon=4, delta=1e-3), examples=10_000, parameters=1, kappa=20)
@@ -261,14 +301,23 @@ BAD = [
     ({"spectrum": [1.0], "momentum": 0.9}, "momentum"),
     ({"spectrum": [2.0], "smoothness": 1.0}, "smoothness"),
     ({"momentum": 1.0}, "momentum"),
-    ({"momentum": 0.9, "gamma": 0.5}, "below gamma"),
     ({"smoothness": -1}, "smoothness"),
     ({"gap": 0}, "gap"),
     ({"alpha": 0}, "alpha"),
     ({"step_size": 1.5}, "step_size"),
     ({"schedule": "cosine"}, "schedule"),
     ({"schedule": [1, 2], "steps": 3}, "length of shape"),
-    ({"fall": 0.5}, "left out for the optimal"),
+    ({"fall": 0.5}, "fall"),
+    ({"fall": 0.5, "schedule": "uniform"}, "fall"),
+    ({"step_size": 0.5}, "step_size"),
+    ({"step_size": 0.5, "momentum": 0.9, "kappa": 5}, "step_size"),
+    ({"momentum": 7.0, "influence": [1, 2]}, "momentum"),
+    ({"alpha": 1e-5, "gap": -1}, "gap"),
+    ({"alpha": 1e-5, "parameters": -5}, "parameters"),
+    ({"steps": 10**12}, "steps"),
+    ({"examples": 10**400}, "examples"),
+    ({"clip": 1e200}, "clip"),
+    ({"kappa": 1e8, "alpha": 1e-20}, "steps"),
     ({"fall": 0, "schedule": "linear"}, "fall"),
     ({"sampling_rate": 0}, "sampling_rate"),
     ({"sampling_rate": 1.5}, "sampling_rate"),

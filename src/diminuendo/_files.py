@@ -15,7 +15,7 @@ from diminuendo.errors import InputError
 
 def read_text(path: str | Path, *, name: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InputError(
@@ -27,9 +27,10 @@ def parse_json(text: str, *, name: str, source: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(
-            "valid JSON", name=name, value=source, remedy=f"Line {error.lineno}: {error.msg}."
-        ) from None
+        reason = f"Line {error.lineno}: {error.msg}."
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f"({type(error).__name__})"
+    raise InputError("valid JSON", name=name, value=source, remedy=reason)
 
 
 def read_numbers(path: str | Path, *, name: str, hint: str) -> list[Any]:
@@ -49,26 +50,37 @@ def read_optional(path: str | Path, *, name: str, hint: str) -> Any:
     """The entry called `name` in a JSON object or CSV, or None where there is none."""
     text = read_text(path, name=f"the {name} file")
     if Path(path).suffix.lower() == ".csv":
-        header = [cell.strip().lower() for cell in next(csv.reader(io.StringIO(text)), [])]
-        return _csv_column(text, name=name, source=str(path), hint=hint) if name in header else None
+        titled = name in _header(_rows(text))
+        return _csv_column(text, name=name, source=str(path), hint=hint) if titled else None
     data = parse_json(text, name=f"the {name} file", source=str(path))
     return data.get(name) if isinstance(data, dict) else None
 
 
+def _rows(text: str) -> list[list[str]]:
+    return [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
+
+
+def _header(rows: list[list[str]]) -> list[str]:
+    return [cell.strip().lower() for cell in rows[0]] if rows else []
+
+
 def _csv_column(text: str, *, name: str, source: str, hint: str) -> list[float]:
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    if not rows:
-        raise InputError("a list of numbers", name=f"{name} in {source}", value="", remedy=hint)
-    header = [cell.strip().lower() for cell in rows[0]]
-    column = header.index(name) if name in header else 0
-    titled = name in header or not _is_number(rows[0][0])
-    if name not in header and len(rows[0]) > 1:
+    """The column titled `name`; a file without titles must be one column of numbers throughout."""
+    rows = _rows(text)
+    header = _header(rows)
+    titled = name in header
+    column = header.index(name) if titled else 0
+    width = len(header)
+    if not rows or (not titled and (width > 1 or not _is_number(rows[0][0]))):
         raise InputError(
-            f"a column named '{name}'", name=f"the header of {source}", value=rows[0], remedy=hint
+            f"numbers in a column titled '{name}', or one column without a title",
+            name=f"{name} in {source}",
+            value=rows[0] if rows else "",
+            remedy=hint,
         )
     numbers = []
     for line, row in enumerate(rows[titled:], start=1 + titled):
-        cell = row[column] if column < len(row) else ""
+        cell = row[column] if len(row) == width else ",".join(row)
         if not _is_number(cell):
             raise InputError("a number", name=f"{source} row {line}", value=cell, remedy=hint)
         numbers.append(float(cell))
@@ -84,19 +96,16 @@ def _is_number(cell: str) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    target = Path(path)
+    """Write a file so that a reader sees the old one or the new one, never a part.
+
+    A link is followed, and what is no regular file (a pipe, a device) is written to as it is.
+    """
+    target = Path(os.path.realpath(path))
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(handle.name, 0o666 & ~umask)
-        os.replace(handle.name, target)
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        _replace(target, text)
     except OSError as error:
         raise InputError(
             "a file that can be written",
@@ -104,3 +113,35 @@ def write_text(path: str | Path, text: str) -> None:
             value=str(path),
             remedy=f"({error.strerror})",
         ) from None
+
+
+def _replace(target: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+    ) as handle:
+        temporary = Path(handle.name)
+        try:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+            temporary.replace(target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def make_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            "a folder that can be made",
+            name="the folder",
+            value=str(path),
+            remedy=f"({error.strerror})",
+        ) from None
+    return folder

@@ -50,7 +50,12 @@ def positive(name: str, value: Any, *, remedy: str = "") -> float:
     return real(name, value, above=0, remedy=remedy)
 
 
-def count(name: str, value: Any, *, at_least: int = 1, remedy: str = "") -> int:
+LARGEST_COUNT = 10**15
+
+
+def count(
+    name: str, value: Any, *, at_least: int = 1, at_most: int = LARGEST_COUNT, remedy: str = ""
+) -> int:
     """A whole number, not a bool and not a float that happens to be whole."""
     try:
         if isinstance(value, bool):
@@ -58,9 +63,10 @@ def count(name: str, value: Any, *, at_least: int = 1, remedy: str = "") -> int:
         number = operator.index(value)
     except TypeError:
         number = at_least - 1
-    if number < at_least:
+    if not at_least <= number <= at_most:
+        limit = f" and at most {at_most:.0e}" if number > at_most else ""
         raise InputError(
-            f"a whole number of at least {at_least}", name=name, value=value, remedy=remedy
+            f"a whole number of at least {at_least}{limit}", name=name, value=value, remedy=remedy
         )
     return number
 
@@ -70,8 +76,13 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
     kind = "positive" if positive else "nonnegative"
     expected = f"a non-empty list of finite {kind} numbers"
     try:
-        array = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
+        given = np.ma.asarray(values) if np.ma.isMaskedArray(values) else np.asarray(values)
+        if given.dtype.kind not in "iufO" or np.ma.is_masked(given):
+            raise TypeError
+        if given.dtype.kind == "O" and any(isinstance(v, (str, bool)) for v in given.flat):
+            raise TypeError
+        array = np.array(given, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
         raise InputError(expected, name=name, value=values, remedy=remedy) from None
     if array.ndim != 1 or array.size == 0:
         raise InputError(expected, name=name, value=array.tolist(), remedy=remedy)

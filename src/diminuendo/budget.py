@@ -37,21 +37,26 @@ CONVERSIONS: tuple[Conversion, ...] = ("exact", "zcdp", "zcdp-tight")
 _DOWN = 1 - 1e-10
 _UP = 1 + 2e-11
 _MU_RANGE = (1e-12, 1e4)
+_EPS = 2.0**-52
 
 
 def gaussian_delta(epsilon: ArrayLike, mu: ArrayLike) -> Vector:
-    """δ(ε) of a μ-GDP mechanism: Φ(−a) − e^ε Φ(−b), a = ε/μ − μ/2, b = ε/μ + μ/2.
+    """δ(ε) of a μ-GDP mechanism, Φ(−a) − e^ε Φ(−b) with a = ε/μ − μ/2, b = ε/μ + μ/2; from above.
 
     For a ≥ 0 both terms carry the factor exp(−a²/2), and what is left is a difference of two
-    scaled complementary error functions: nothing large cancels.
+    scaled complementary error functions. What that evaluation can lose to rounding is added.
     """
     epsilon, mu = np.asarray(epsilon, dtype=np.float64), np.asarray(mu, dtype=np.float64)
     a, b, root2 = epsilon / mu - mu / 2, epsilon / mu + mu / 2, math.sqrt(2)
     positive = np.maximum(a, 0.0)
-    tail = 0.5 * np.exp(-(positive**2) / 2) * (erfcx(positive / root2) - erfcx(b / root2))
+    scale = 0.5 * np.exp(-(positive**2) / 2)
+    one, two = erfcx(positive / root2), erfcx(b / root2)
+    shift = 4 * (1 + np.abs(a) + b) * (1 + np.abs(a))
+    tail = scale * (np.maximum(one - two, 0.0) + _EPS * (16 + shift) * (one + two))
+    spread = 0.5 * (erf(-a / root2) + erf(b / root2))
     second = np.exp(epsilon + log_ndtr(-b)) * -np.expm1(-epsilon)
-    bulk = 0.5 * (erf(-a / root2) + erf(b / root2)) - second
-    return np.asarray(np.where(a >= 0, np.maximum(tail, 0.0), bulk))
+    bulk = spread - second + _EPS * ((64 + shift) * spread + 64 * (1 + epsilon + b * b) * second)
+    return np.asarray(np.where(a >= 0, tail, bulk))
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -150,7 +155,11 @@ def _check_delta(delta: float) -> float:
 
 def _effective_mu(R: float, relation: str) -> float:
     _validate.choice("relation", relation, SENSITIVITY)
-    return SENSITIVITY[relation] * math.sqrt(_validate.real("R", R, at_least=0))
+    return SENSITIVITY[relation] * math.sqrt(
+        _validate.real(
+            "R", R, at_least=0, at_most=1e8, remedy="That much noise-free cost has no ε."
+        )
+    )
 
 
 def epsilon_of(
@@ -202,7 +211,16 @@ class Budget:
         object.__setattr__(self, "delta", _check_delta(self.delta))
         _validate.choice("relation", self.relation, SENSITIVITY)
         _validate.choice("conversion", self.conversion, CONVERSIONS)
-        if not self.mu > 0:
+        try:
+            usable = 0 < self.mu < math.inf
+        except (ValueError, OverflowError):
+            raise InputError(
+                "between about 1e-9 and 1e7",
+                name="epsilon",
+                value=self.epsilon,
+                remedy=f"At delta={self.delta:g} it is beyond what can be converted.",
+            ) from None
+        if not usable:
             raise InputError(
                 "large enough to allow any noise at all",
                 name="epsilon",

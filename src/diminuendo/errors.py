@@ -24,7 +24,10 @@ class InputError(DiminuendoError, ValueError):
     """Bad input, told as: expected, name, value, remedy."""
 
     def __init__(self, expected: str, *, name: str, value: Any, remedy: str = "") -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError:
+            shown = f"a {type(value).__name__} too long to print"
         if len(shown) > _LONGEST_VALUE:
             shown = shown[: _LONGEST_VALUE - 1] + "…"
         message = f"Expected {name} to be {expected}, got {shown}."

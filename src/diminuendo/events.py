@@ -25,11 +25,13 @@ class GaussianStep:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _validate.positive(
+        sigma = _validate.positive(
             "noise_multiplier", self.noise_multiplier, remedy="Without noise ε is infinite."
         )
-        _validate.real("sampling_rate", self.sampling_rate, above=0, at_most=1)
-        _validate.count("count", self.count)
+        rate = _validate.real("sampling_rate", self.sampling_rate, above=0, at_most=1)
+        object.__setattr__(self, "noise_multiplier", sigma)
+        object.__setattr__(self, "sampling_rate", rate)
+        object.__setattr__(self, "count", _validate.count("count", self.count))
 
 
 _TYPES: Mapping[str, type[GaussianStep]] = {"gaussian-step": GaussianStep}
@@ -48,6 +50,8 @@ def from_dict(data: Mapping[str, Any]) -> GaussianStep:
     for name in fields:
         if name not in known:
             raise InputError(f"one of {', '.join(known)}", name="event field", value=name)
+    if "noise_multiplier" not in fields:
+        raise InputError("there", name="noise_multiplier of an event", value=None)
     return kind(**fields)
 
 

@@ -24,6 +24,7 @@ from diminuendo.errors import InputError, SchemaError
 SCHEMA = "diminuendo.plan"
 VERSION = 1
 SCHEDULES = ("optimal", *schedules.shapes.NAMED)
+MOST_STEPS = 20_000_000
 _ROUNDS = 4
 _WORTHWHILE = 1e-3
 
@@ -62,6 +63,17 @@ class Plan:
     def __post_init__(self) -> None:
         sigmas = _validate.vector("sigmas", self.sigmas)
         sigmas.setflags(write=False)
+        _validate.count("steps", self.steps, at_most=MOST_STEPS)
+        _validate.count("examples", self.examples)
+        _validate.count("uniform_steps", self.uniform_steps)
+        if self.parameters is not None:
+            _validate.count("parameters", self.parameters)
+        if self.momentum is not None:
+            _validate.real("momentum", self.momentum, above=0, below=1)
+        for name in ("clip", "alpha", "erub", "erub_uniform", "noise_ratio"):
+            _validate.positive(name, getattr(self, name))
+        _validate.real("sampling_rate", self.sampling_rate, above=0, at_most=1)
+        _validate.real("epsilon", self.epsilon, at_least=0, at_most=self.budget.epsilon)
         object.__setattr__(self, "sigmas", sigmas)
         object.__setattr__(self, "assumptions", tuple(self.assumptions))
         if sigmas.size != self.steps:
@@ -100,6 +112,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str, *, source: str = "the given text") -> Plan:
         """Read a plan, check its schema and digest, and account its ε anew."""
+        if not isinstance(text, str):
+            raise InputError("text", name="the plan", value=type(text).__name__)
         data = _files.parse_json(text, name="the plan", source=source)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise InputError(
@@ -131,7 +145,7 @@ class Plan:
         try:
             content = {name: data[name] for name in names}
             plan = cls(**{**content, "budget": Budget(**content["budget"])})
-        except TypeError:
+        except (TypeError, KeyError):
             raise InputError(
                 "a plan with fields of the right types", name="the plan", value=source
             ) from None
@@ -205,11 +219,19 @@ def plan(
     examples = _validate.count("examples", examples)
     clip = _validate.positive("clip", clip)
     rate = _validate.real("sampling_rate", sampling_rate, above=0, at_most=1)
+    if parameters is not None:
+        parameters = _validate.count("parameters", parameters)
+    gap = _validate.positive("gap", gap)
+    if smoothness is not None:
+        smoothness = _validate.positive("smoothness", smoothness)
     fixed = (
         None
         if isinstance(steps, str) and steps == "auto"
-        else _validate.count("steps", steps, remedy='Give a whole number, or "auto".')
+        else _validate.count(
+            "steps", steps, at_most=MOST_STEPS, remedy='Give a whole number, or "auto".'
+        )
     )
+    momentum = None if momentum is None else _validate.real("momentum", momentum)
     known = landscape.known(
         kappa=kappa,
         gamma=gamma,
@@ -222,6 +244,13 @@ def plan(
     level, assumed = _level(budget, examples, parameters, clip, smoothness, gap, alpha, spectrum)
     best, best_uniform = known.best_steps(level)
     T, uniform_T = (best, best_uniform) if fixed is None else (fixed, fixed)
+    if max(T, uniform_T) > MOST_STEPS:
+        raise InputError(
+            f"given, since the bound asks for {T:.1e}",
+            name="steps",
+            value="auto",
+            remedy=f"At most {MOST_STEPS:.0e} steps are planned.",
+        )
     q = known.influence(T)
     name = schedule if isinstance(schedule, str) else "custom"
     sigmas = _sigmas(schedule, q, budget, rate, fall)
@@ -241,9 +270,9 @@ def plan(
         momentum=momentum,
         alpha=level,
         epsilon=_account(sigmas, budget, rate),
-        erub=known.bias(T) + per_noise * noise,
+        erub=known.bias(T) + per_noise * float(np.sum(known.bound_influence(T) * sigmas**2)),
         erub_uniform=known.bias(uniform_T)
-        + per_noise * float(np.sum(known.influence(uniform_T) * uniform**2)),
+        + per_noise * float(np.sum(known.bound_influence(uniform_T) * uniform**2)),
         uniform_steps=uniform_T,
         noise_ratio=noise / float(np.sum(q * same_length**2)),
         assumptions=(
@@ -302,6 +331,13 @@ def _sigmas(
     rate: float,
     fall: float | None,
 ) -> Vector:
+    if fall is not None and (not isinstance(schedule, str) or schedule in ("optimal", "uniform")):
+        raise InputError(
+            "given with a named schedule that falls",
+            name="fall",
+            value=fall,
+            remedy="The optimal schedule falls as the influence decides.",
+        )
     if not isinstance(schedule, str):
         return calibrate(schedules.shapes.custom(schedule, q.size), budget, rate)
     _validate.choice("schedule", schedule, SCHEDULES)
@@ -312,34 +348,26 @@ def _sigmas(
             budget,
             rate,
         )
-    if fall is not None:
-        raise InputError(
-            "left out for the optimal schedule",
-            name="fall",
-            value=fall,
-            remedy="The influence decides how far its noise falls.",
-        )
     return optimal_sigmas(q, budget, rate)
 
 
 def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
     """The σ_t that minimise Σ q_t σ_t² within the budget, at the price that sampling gives a step.
 
-    Full batch: the lemma. Subsampled: from uniform noise on, the price of a step is taken around
-    the current schedule, the best schedule at these prices is scaled onto the budget by the
-    certified accountant, and so on until nothing is gained; never worse than uniform noise.
+    Full batch: the lemma. Subsampled: from the better of uniform noise and the lemma's shape on,
+    the price of a step is taken around the current schedule, the best schedule at these prices is
+    scaled onto the budget by the certified accountant, and so on until nothing is gained.
     """
     if sampling_rate == 1:
         return schedules.optimal(q, budget.R)
-    best = calibrate(np.ones_like(q), budget, sampling_rate)
+    starts = (np.ones_like(q), schedules.optimal_shape(q))
+    candidates = [calibrate(shape, budget, sampling_rate) for shape in starts]
+    best = min(candidates, key=lambda sigmas: float(np.sum(q * sigmas**2)))
     noise = float(np.sum(q * best**2))
     for _ in range(_ROUNDS):
-        try:
-            price = price_curve(best, budget.delta, sampling_rate)
-            spent = float(np.sum(price(best)))
-            shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
-        except InputError:
-            break
+        price = price_curve(best, budget.delta, sampling_rate)
+        spent = float(np.sum(price(best)))
+        shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
         sigmas = calibrate(shape, budget, sampling_rate)
         left = float(np.sum(q * sigmas**2))
         if left < noise:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,37 @@ def test_edges_are_finite_and_tight(edge: tuple[float, float, int, float]) -> No
         assert ends.upper - ends.lower <= (1e-3 if 0.1 <= ends.upper <= 20 else 5e-3) * ends.upper
 
 
+@pytest.mark.parametrize(
+    ("sigmas", "delta", "rate"),
+    [
+        ([0.15] * 3, 1e-10, 0.3),
+        ([0.2] * 2, 1e-12, 0.9),
+        ([0.1] * 3, 1e-10, 0.9),
+        (list(np.linspace(0.05, 0.06, 70)), 1e-5, 0.01),
+        ([1e200] * 3, 1e-5, 0.5),
+    ],
+)
+def test_little_and_much_noise(sigmas: list[float], delta: float, rate: float) -> None:
+    ends = accounting.bracket(sigmas, delta, rate)
+    assert 0 <= ends.lower <= ends.upper < math.inf
+
+
+@pytest.mark.parametrize(("sigma", "delta"), [(1e6, 1e-12), (1e8, 1e-12), (10.0, 0.0398)])
+def test_full_batch_bracket_against_fifty_digits(sigma: float, delta: float) -> None:
+    """ε is where the 50-digit δ crosses; also for hardly any privacy loss at all."""
+    ends = accounting.bracket([sigma], delta)
+    with mpmath.workdps(50):
+        mu = 1 / mpmath.mpf(sigma)
+
+        def exact(epsilon: float) -> mpmath.mpf:
+            e = mpmath.mpf(epsilon)
+            return mpmath.ncdf(-e / mu + mu / 2) - mpmath.exp(e) * mpmath.ncdf(-e / mu - mu / 2)
+
+        assert exact(ends.upper) <= delta
+        assert ends.lower == 0 or exact(ends.lower) >= delta
+        assert exact(float(accounting.running_epsilon([sigma], delta)[0])) <= delta
+
+
 def test_running_epsilon() -> None:
     rng = np.random.default_rng(1)
     sigmas = rng.uniform(0.8, 2, 40)
@@ -197,6 +229,14 @@ BAD = [
     (lambda: dim.epsilon([1.0, math.nan], 1e-5), r"sigmas\[1\]"),
     (lambda: dim.epsilon([math.inf], 1e-5), r"sigmas\[0\]"),
     (lambda: dim.epsilon(["a"], 1e-5), "sigmas"),
+    (lambda: dim.epsilon([10**400], 1e-5), "sigmas"),
+    (lambda: dim.epsilon([True, True], 1e-5), "sigmas"),
+    (lambda: dim.epsilon([1 + 2j], 1e-5), "sigmas"),
+    (lambda: dim.epsilon(["3", "4"], 1e-5), "sigmas"),
+    (lambda: dim.epsilon([], 1e-5, 7.0), "sampling_rate"),
+    (lambda: dim.epsilon([0.01] * 3, 1e-5, 0.5), "at least 0.05"),
+    (lambda: dim.epsilon([1.0] * 3, 1e-5, 1e-9), "sampling_rate"),
+    (lambda: dim.calibrate([1e-300, 1e300], dim.Budget(epsilon=1, delta=1e-5)), "shape"),
     (lambda: dim.epsilon([1.0], 0), "delta"),
     (lambda: dim.epsilon([1.0], 1), "delta"),
     (lambda: dim.epsilon([1.0], -1e-5), "delta"),

@@ -69,7 +69,7 @@ def test_plan_from_files_and_into_files(capsys: pytest.CaptureFixture[str], tmp_
     curve, spectrum = tmp_path / "curve.json", tmp_path / "spectrum.csv"
     curve.write_text(json.dumps(list(np.linspace(1, 5, 20))))
     spectrum.write_text("eigenvalues\n0.1\n0.5\n1.0\n")
-    plan, picture = tmp_path / "plan.json", tmp_path / "pictures" / "plan.svg"
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     data = run_json(
         capsys, *PLAN, "--influence", str(curve), "-o", str(plan), "--plot", str(picture)
     )

@@ -146,6 +146,8 @@ def test_measured_curve_from_files(tmp_path: Path) -> None:
         "single.csv": "0.5\n1.0\n2.0\n",
         "titled.csv": "influence\n0.5\n1.0\n2.0\n",
         "table.csv": "step,influence\n1,0.5\n2,1.0\n3,2.0\n",
+        "marked.csv": "\ufeff0.5\n1.0\n2.0\n",
+        "blank.csv": "\n\ninfluence\n0.5\n\n1.0\n2.0\n",
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -163,9 +165,13 @@ def test_measured_curve_from_files(tmp_path: Path) -> None:
         ("nan.json", "[1, NaN]", r"influence\[1\]"),
         ("empty.json", "[]", "non-empty"),
         ("words.json", '["a"]', "numbers"),
-        ("two.csv", "a,b\n1,2\n", "a column named 'influence'"),
+        ("two.csv", "a,b\n1,2\n", "a column titled 'influence'"),
+        ("other.csv", "epsilon\n1\n2\n", "a column titled 'influence'"),
+        ("typo.csv", "1.0x\n1\n2\n", "a column titled 'influence'"),
         ("words.csv", "influence\n1\nx\n", "row 3"),
-        ("empty.csv", "", "a list of numbers"),
+        ("empty.csv", "", "a column titled"),
+        ("deep.json", "[" * 100_000, "valid JSON"),
+        ("comma.csv", "influence\n1,5\n", "row 2"),
     ],
 )
 def test_unreadable_curves(tmp_path: Path, name: str, text: str | None, said: str) -> None:

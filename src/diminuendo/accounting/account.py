@@ -8,7 +8,8 @@ lower end of `bracket` is a lower bound for the same composition.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,8 +17,23 @@ from numpy.typing import ArrayLike
 from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
+from diminuendo.accounting.subsampled import closed_form
 from diminuendo.budget import Relation
 from diminuendo.errors import InputError
+
+LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
+"""What subsampled steps are certified for; σ above the most counts as the most."""
+
+T = TypeVar("T")
+
+
+def _certified(ask: Callable[[], T]) -> T:
+    try:
+        return ask()
+    except OverflowError:
+        raise InputError(
+            "noisy enough for an ε that can be certified", name="sigmas", value="too little noise"
+        ) from None
 
 
 class Bracket(NamedTuple):
@@ -51,16 +67,28 @@ class Releases(NamedTuple):
             return budget.epsilon_of(self.spent, delta=delta, relation=relation)
         if relation == "replace-one":
             return self._replace_one_epsilon(delta)
-        return subsampled.epsilon_upper(*self, delta)
+        return _certified(lambda: subsampled.epsilon_upper(*self._reach(), delta))
+
+    def _reach(self) -> Releases:
+        """The same, checked against and held within what the subsampled bounds are made for."""
+        if self.sigmas.min() < LEAST_SIGMA:
+            raise InputError(
+                f"at least {LEAST_SIGMA} where steps are subsampled",
+                name="sigmas",
+                value=float(self.sigmas.min()),
+                remedy="With less noise ε is beyond what is certified.",
+            )
+        return self._replace(sigmas=np.minimum(self.sigmas, MOST_SIGMA))
 
     def bracket(self, delta: float) -> Bracket:
         """Bounds on both sides of ε at δ, for add-remove neighbours."""
         if self.sigmas.size == 0:
             return Bracket(0.0, 0.0)
         if self.full_batch:
-            upper = self.epsilon(delta, "add-remove")
-            return Bracket(upper * (1 - 1e-9), upper)
-        return Bracket(*subsampled.epsilon_bounds(*self, delta))
+            least = math.sqrt(self.spent * (1 - 1e-11))
+            lower = closed_form.gaussian_epsilon(delta, least)[0]
+            return Bracket(lower, max(self.epsilon(delta, "add-remove"), lower))
+        return Bracket(*_certified(lambda: subsampled.epsilon_bounds(*self._reach(), delta)))
 
     def _replace_one_epsilon(self, delta: float) -> float:
         """Replacing is removing and adding: (ε, δ) for one gives (2ε, (1 + e^ε)δ) for both.
@@ -72,7 +100,7 @@ class Releases(NamedTuple):
         for _ in range(60):
             if half > 300:
                 break
-            needed = subsampled.epsilon_upper(*self, delta / (1 + math.exp(half)))
+            needed = self.epsilon(delta / (1 + math.exp(half)), "add-remove")
             if needed <= half:
                 return 2 * half
             half = needed * (1 + 1e-4)
@@ -88,6 +116,7 @@ class Releases(NamedTuple):
 def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
     """Check a schedule and gather equal steps; order does not matter to the accountant."""
     if np.size(np.asarray(sigmas, dtype=object)) == 0:
+        check_rates(sampling_rate, 0)
         return Releases(np.empty(0), np.empty(0), np.empty(0))
     noise = _validate.vector("sigmas", sigmas, remedy="Without noise ε is infinite.")
     rates = check_rates(sampling_rate, noise.size)
@@ -98,7 +127,11 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
 def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
     """One Poisson sampling rate in (0, 1] for each step, from one number or one for each."""
     alone = np.ndim(sampling_rate) == 0
+    if not alone and np.size(np.asarray(sampling_rate)) == steps == 0:
+        return np.empty(0)
     rates = _validate.vector("sampling_rate", np.atleast_1d(np.asarray(sampling_rate)))
+    if rates.min() < LEAST_RATE:
+        raise InputError(f"at least {LEAST_RATE:g}", name="sampling_rate", value=float(rates.min()))
     if rates.max() > 1:
         raise InputError(
             "at most 1",
@@ -146,10 +179,11 @@ def delta(
         return 0.0
     if steps.full_batch:
         return budget.delta_of(steps.spent, epsilon=epsilon, relation=relation)
+    half = epsilon / 2 if relation == "replace-one" else epsilon
+    upper = _certified(lambda: subsampled.delta_bounds(*steps._reach(), half).upper)
     if relation == "replace-one":
-        one = subsampled.delta_bounds(*steps, epsilon / 2).upper
-        return min(one * (1 + math.exp(min(epsilon / 2, 700.0))), 1.0)
-    return subsampled.delta_bounds(*steps, epsilon).upper
+        return 1.0 if half > 700 else min(upper * (1 + math.exp(half)), 1.0)
+    return upper
 
 
 def bracket(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Bracket:
@@ -166,4 +200,6 @@ def running_epsilon(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 
     rates = check_rates(sampling_rate, noise.size)
     if (rates == 1).all():
         return gaussian.running_epsilon(noise, delta)
-    return subsampled.running_epsilon(noise, rates, delta)
+    releases(noise, rates)._reach()
+    noise = np.minimum(noise, MOST_SIGMA)
+    return _certified(lambda: subsampled.running_epsilon(noise, rates, delta))

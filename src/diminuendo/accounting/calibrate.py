@@ -73,11 +73,10 @@ def largest_sampling_rate(sigmas: ArrayLike, budget: Budget) -> float:
 
 def most_steps(sigma: float, budget: Budget, sampling_rate: float = 1.0) -> int:
     """The largest T for which T steps of noise multiplier σ fit the budget."""
-    sigma = _validate.positive("sigma", sigma)
+    sigma = _validate.real("sigma", sigma, above=0, at_most=1e12)
     rate = float(check_rates(sampling_rate, 1)[0])
     if rate == 1:
-        steps = math.floor(budget.R * sigma**2)
-        return steps if budget.epsilon_of(steps / sigma**2) <= budget.epsilon else steps - 1
+        return math.floor(budget.R * sigma**2 * (1 - 1e-12))
     _only_exact(budget)
 
     def fits(steps: int) -> bool:

@@ -90,15 +90,18 @@ class _Filter(ABC):
         """The filter as it was when `state` was taken: the same answers from here on."""
         if state.get("filter") != cls.kind:
             raise InputError(f'"{cls.kind}"', name="filter", value=state.get("filter"))
-        budget = Budget(
-            epsilon=state["epsilon"],
-            delta=state["delta"],
-            relation=cast(Relation, state["relation"]),
-            conversion=cast(Conversion, state["conversion"]),
-        )
-        made = cls._with_terms(budget, state)
+        try:
+            budget = Budget(
+                epsilon=state["epsilon"],
+                delta=state["delta"],
+                relation=cast(Relation, state["relation"]),
+                conversion=cast(Conversion, state["conversion"]),
+            )
+            made = cls._with_terms(budget, state)
+        except (KeyError, TypeError) as error:
+            raise InputError("complete", name="the filter's state", value=str(error)) from None
         spent = str(state.get("spent"))
-        if not spent.isdigit() or int(spent) > made._limit:
+        if not (spent.isascii() and spent.isdecimal()) or int(spent) > made._limit:
             raise InputError("a whole number within the limit", name="spent", value=spent)
         made._spent = int(spent)
         return made
@@ -148,7 +151,7 @@ class RenyiFilter(_Filter):
                 value=budget.relation,
                 remedy="The Rényi filter is for add-remove neighbours.",
             )
-        self.order = _validate.count("order", order, at_least=2)
+        self.order = _validate.count("order", order, at_least=2, at_most=4096)
         limit = budget.epsilon - renyi.offset(self.order, budget.delta)
         if limit <= 0:
             raise InputError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from diminuendo._validate import Vector
 from diminuendo.budget import gaussian_delta
+from diminuendo.errors import InputError
 
 _MARGIN = 1e-12
 """Above the rounding error of T divisions and one pairwise sum, for any T that fits in memory."""
@@ -29,14 +30,18 @@ def scale_onto(shape: Vector, R: float) -> Vector:
     The shape is first divided by its smallest value, so that neither its unit nor its range can
     overflow the sum.
     """
-    unit = shape / shape.min()
+    with np.errstate(over="ignore"):
+        unit = shape / shape.min()
+    if not np.isfinite(unit).all():
+        raise InputError("of a range that doubles can hold", name="shape", value=float(shape.min()))
     scale = math.sqrt(spent(unit) / R) * (1 + _MARGIN)
     return np.asarray(unit * scale)
 
 
 def running_epsilon(sigmas: Vector, delta: float) -> Vector:
     """An upper bound on ε at δ after each step, by bisection on all steps at once."""
-    mu = np.sqrt(np.cumsum(sigmas**-2.0) * (1 + 1e-11))
+    drift = 1 + 1e-11 + 2.3e-16 * np.arange(1, sigmas.size + 1)
+    mu = np.sqrt(np.cumsum(sigmas**-2.0) * drift)
     low = np.zeros_like(mu)
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-12
     high = np.where(gaussian_delta(low, mu) <= delta, 0.0, high)

@@ -14,11 +14,14 @@ def noise_level(
     *, parameters: int, clip: float, smoothness: float, examples: int, R: float, gap: float
 ) -> float:
     """α = D G² / (2 R M N² (f(θ₁) − f*)): the paper's summary of dimension, data and budget."""
-    return (
+    level = (
         _validate.count("parameters", parameters)
-        * _validate.positive("clip", clip) ** 2
+        * _validate.real("clip", clip, above=0, at_most=1e100) ** 2
         / (2 * _validate.positive("R", R) * _validate.positive("smoothness", smoothness))
         / (_validate.count("examples", examples) ** 2 * _validate.positive("gap", gap))
+    )
+    return _validate.positive(
+        "alpha", level, remedy="Are clip, smoothness and gap in a sensible unit?"
     )
 
 

@@ -12,13 +12,17 @@ from numpy.typing import ArrayLike
 from diminuendo import _validate, influence
 from diminuendo._validate import Vector
 from diminuendo.bounds import steps as best
-from diminuendo.bounds.momentum import admissible_step, admissible_step_at
+from diminuendo.bounds.momentum import admissible_step
 from diminuendo.errors import InputError
 from diminuendo.influence.closed_forms import contraction
 
 
 class Landscape(Protocol):
-    """ERUB = bias(T) + factor·α·R·Σ_t q_t σ_t², with q = influence(T)."""
+    """ERUB = bias(T) + factor·α·R·Σ_t b_t σ_t², with b = bound_influence(T).
+
+    `influence` is what schedules are made from. It is the same, except where a measured or stated
+    rate of convergence says more about the run than the theorem's worst case does.
+    """
 
     @property
     def factor(self) -> float: ...
@@ -27,6 +31,8 @@ class Landscape(Protocol):
     def said(self) -> str: ...
 
     def influence(self, steps: int) -> Vector: ...
+
+    def bound_influence(self, steps: int) -> Vector: ...
 
     def bias(self, steps: int) -> float: ...
 
@@ -52,6 +58,8 @@ class GradientDescent:
     def influence(self, steps: int) -> Vector:
         return influence.gradient_descent(gamma=self.gamma, steps=steps, step_size=self.step_size)
 
+    bound_influence = influence
+
     def bias(self, steps: int) -> float:
         return self.rate**steps
 
@@ -65,14 +73,18 @@ class GradientDescent:
 
 @dataclass(frozen=True)
 class Momentum:
-    """The bias-corrected average with β, at the theorem's step η₀/(2M)."""
+    """The average with β: `rate` as stated, `gamma` at the theorem's step η₀/(2M)."""
 
+    rate: float
     gamma: float
     beta: float
     factor: float
     said: str
 
     def influence(self, steps: int) -> Vector:
+        return influence.momentum(gamma=self.rate, beta=self.beta, steps=steps)
+
+    def bound_influence(self, steps: int) -> Vector:
         return influence.momentum(gamma=self.gamma, beta=self.beta, steps=steps)
 
     def bias(self, steps: int) -> float:
@@ -107,13 +119,16 @@ class Quadratic:
     def influence(self, steps: int) -> Vector:
         return influence.spectrum(self.eigenvalues, steps=steps, step_size=self.step_size)
 
+    bound_influence = influence
+
     def bias(self, steps: int) -> float:
         return self._slowest ** (2 * steps)
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
         """Every T at once: q_t depends on T − t alone, so the sums over q are running sums."""
         slowest = self._slowest
-        furthest = 2 if slowest == 0 else math.ceil(20 / -math.log(slowest)) + 1
+        needed = 2.0 if slowest == 0 else 20 / max(-math.log(slowest), 1e-300) + 2
+        furthest = math.ceil(min(needed, _FURTHEST))
         t = np.arange(1, furthest + 1.0)
         ages = self.influence(furthest)[::-1]
         bias = slowest ** (2 * t)
@@ -141,6 +156,8 @@ class Curve:
         )
         return self.values
 
+    bound_influence = influence
+
     def bias(self, steps: int) -> float:
         if steps == 1:
             return 1.0
@@ -151,6 +168,9 @@ class Curve:
         del alpha  # the curve was measured for one number of steps
         return self.values.size, self.values.size
 
+
+_FURTHEST = 10**6
+"""How far T* is looked for on a spectrum: every T up to it is evaluated."""
 
 GUESSED_KAPPA = 20.0
 GUESSED_FALL = 1 / 3
@@ -195,6 +215,8 @@ def known(
         kappa = _validate.real("kappa", kappa, at_least=1, remedy="kappa = M/mu.")
     if gamma is not None:
         gamma = _validate.real("gamma", gamma, at_least=0, below=1, remedy="gamma = 1 − 1/kappa.")
+    if beta is not None:
+        beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
         return Curve(influence.from_values(curve), "a measured influence curve")
     if spectrum is not None:
@@ -202,8 +224,15 @@ def known(
         values = _validate.vector("spectrum", spectrum, positive=False)
         _validate.positive("max(spectrum)", values.max())
         return Quadratic(values, size, f"a Hessian spectrum of {values.size} eigenvalues")
+    if size != 1 and (beta is not None or not given):
+        raise InputError(
+            "left out with momentum, and where nothing is known of the loss",
+            name="step_size",
+            value=step_size,
+            remedy="It scales gamma, kappa or spectrum of plain gradient descent.",
+        )
     if beta is not None:
-        return _momentum(kappa, gamma, _validate.real("momentum", beta, above=0, below=1), steps)
+        return _momentum(kappa, gamma, beta, steps)
     if kappa is not None:
         return GradientDescent(1 - 1 / kappa, size, f"kappa = {kappa:g}")
     if gamma is not None:
@@ -220,17 +249,20 @@ def _guess(steps: int | None) -> float:
 def _momentum(
     kappa: float | None, gamma: float | None, beta: float, steps: int | None
 ) -> Landscape:
+    """κ = 1/(1−γ) decides the bound; a γ that was given or guessed also makes the schedule."""
     if kappa is not None:
         eta0 = admissible_step(beta=beta, kappa=kappa)
         rate = 1 - eta0 / (2 * kappa)
         said = f"kappa = {kappa:g} with momentum {beta:g}, at the theorem's step {eta0:.3g}/(2M)"
-        return Momentum(rate, beta, eta0, said)
+        return Momentum(rate, rate, beta, eta0, said)
     if gamma is not None:
         rate, said = gamma, f"gamma = {gamma:g} with momentum {beta:g}"
     else:
         rate = max(_guess(steps), (1 + beta) / 2)
         said = f"momentum {beta:g} alone (gamma = {rate:.6g} is assumed). {_MEASURE}"
-    return Momentum(rate, beta, admissible_step_at(beta=beta, gamma=rate), said)
+    eta0 = admissible_step(beta=beta, kappa=1 / (1 - rate))
+    said += f" (the bound is for the theorem's step {eta0:.3g}/(2M), far shorter than usual)"
+    return Momentum(rate, 1 - eta0 * (1 - rate) / 2, beta, eta0, said)
 
 
 def _no_momentum(name: str, beta: float | None) -> None:

@@ -69,7 +69,7 @@ def _terms(
         R=budget.R,
         loose=budget.epsilon**2 / math.log(1 / budget.delta),
         epsilon=budget.epsilon,
-        failure=_validate.real("failure", failure, above=0, below=1),
+        failure=_validate.real("failure", failure, at_least=1e-12, below=1),
         mu=_validate.positive("strong_convexity", mu),
         past_split=steps > momentum_split(gamma=1 - 1 / kappa, beta=beta),
     )

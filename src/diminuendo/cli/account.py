@@ -17,7 +17,7 @@ from diminuendo.report.text import drawing, rounded_up
 
 _HINT = (
     "One positive noise multiplier for each step: a JSON list, a JSON object or CSV with "
-    "'sigmas' (and 'sampling_rate'), or a plan."
+    "'sigmas' (and 'sampling_rate'; JSON also 'relation'), or a plan."
 )
 
 
@@ -110,7 +110,9 @@ def _read(path: Path, sampling_rate: float | None, relation: str | None) -> _Sch
         rates = _files.read_optional(path, name="sampling_rate", hint=_HINT)
     if rates is None:
         rates = 1.0
-    return _Schedule(values, rates, _as_relation(relation or "add-remove"))
+    stated = relation or _files.read_optional(path, name="relation", hint=_HINT) or "add-remove"
+    _validate.choice("relation", stated, SENSITIVITY)
+    return _Schedule(values, rates, _as_relation(stated))
 
 
 def _as_relation(name: str) -> Relation:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from diminuendo import _files
 from diminuendo import bounds as theory
 from diminuendo.budget import Budget
 from diminuendo.cli.options import (
@@ -77,6 +78,7 @@ def bounds(
     }
     titles = {"empirical": "Excess empirical risk", "true": "Excess true risk"}
     if plot is not None:
+        _files.make_folder(plot)
         for name, columns in both.items():
             figures.against_examples(
                 counts,

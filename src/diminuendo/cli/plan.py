@@ -95,12 +95,12 @@ def plan(
             fall=fall,
             sampling_rate=sampling_rate,
         )
+    if output is not None:
+        _files.write_text(output, made.to_json() + "\n")
     if plot is not None:
         from diminuendo.report import figures
 
         figures.schedules({made.schedule: made.sigmas}, plot)
-    if output is not None:
-        _files.write_text(output, made.to_json() + "\n")
     print(made.to_json() if as_json else made.summary())
 
 

@@ -81,7 +81,7 @@ def train(
         optimizer = factory(
             model.parameters(), lr=training["lr"], **training.get("optimizer_arguments", {})
         )
-    output.mkdir(parents=True, exist_ok=True)
+    _files.make_folder(output)
     _files.write_text(output / "plan.json", plan.to_json() + "\n")
     result = fit(
         model,

@@ -43,7 +43,6 @@ def _save(figure: object, path: str | Path) -> Path:
             f"a file name ending in {', '.join(_FORMATS)}", name="the picture", value=str(path)
         )
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=150)  # type: ignore[attr-defined]
     except OSError as error:
         raise InputError(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import CubicSpline
 from scipy.optimize import brentq
 
@@ -25,7 +25,15 @@ Price = Callable[[Vector], Vector]
 
 SIGMA_RANGE = (0.05, 1e6)
 _NODES = 1000
+_FEWEST = 50
 _NEWTON_STEPS = 3
+
+
+def _longest(falls: NDArray[np.bool_]) -> slice:
+    """The longest stretch of nodes between which something falls all the way."""
+    breaks = np.concatenate(([-1], np.flatnonzero(~falls), [falls.size]))
+    best = int(np.argmax(np.diff(breaks)))
+    return slice(int(breaks[best]) + 1, int(breaks[best + 1]) + 1)
 
 
 class _Market:
@@ -36,11 +44,14 @@ class _Market:
         costs = np.asarray(price(np.exp(self.x / 2)), dtype=np.float64)
         usable = np.isfinite(costs) & (costs > 1e-280)
         self.x, log_cost = self.x[usable], np.log(costs[usable])
-        self.log_price = CubicSpline(self.x, log_cost)
-        self.slope = self.log_price.derivative()
-        self.curvature = self.slope.derivative()
-        self.log_marginals = self.log_marginal(self.x)
-        if self.x.size < 100 or not (np.diff(self.log_marginals) < 0).all():
+        if self.x.size > _FEWEST:
+            self.log_price = CubicSpline(self.x, log_cost)
+            self.slope = self.log_price.derivative()
+            self.curvature = self.slope.derivative()
+            stretch = _longest(np.diff(self.log_marginal(self.x)) < 0)
+            self.x = self.x[stretch]
+            self.log_marginals = self.log_marginal(self.x)
+        if self.x.size <= _FEWEST:
             raise InputError(
                 "a positive, decreasing function of σ, convex in σ²",
                 name="price",

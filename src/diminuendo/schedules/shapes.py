@@ -95,8 +95,9 @@ def falling(name: str, steps: int, fall: float) -> Vector:
     if name == "exponential":
         return exponential(steps, rate=-math.log(fall) / gaps)
     if name == "step":
-        levels = min(4, steps)
-        return step(steps, factor=fall ** (1 / max(levels - 1, 1)), every=-(-steps // levels))
+        every = -(-steps // 4)
+        levels = -(-steps // every)
+        return step(steps, factor=fall ** (1 / max(levels - 1, 1)), every=every)
     if name == "time":
         ratio = 1 / fall - 1
         return 1 / (1 + ratio * (_steps(steps) - 1) / gaps)

@@ -55,7 +55,7 @@ class _Open:
 
     event: GaussianStep
     clip: Clip
-    sums: list[Tensor]
+    sums: list[Tensor] | None = None
 
 
 class PrivateGradients:
@@ -186,7 +186,7 @@ class PrivateGradients:
         step.sums = self.engine.clipped_sum(losses, step.clip, accumulate=step.sums).sums
         if part.last:
             self._open = None
-            self._release(step)
+            self._release(step.event.noise_multiplier * step.clip.sensitivity, step.sums)
 
     def _request(self) -> _Open:
         """The budget request: refused, it raises BudgetRefused and nothing has changed."""
@@ -196,19 +196,18 @@ class PrivateGradients:
         if not self.group.first:
             self.spending.note(event)
         clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
-        return _Open(event, clip, self.engine.zeros())
+        return _Open(event, clip)
 
-    def _release(self, step: _Open) -> None:
+    def _release(self, noise_std: float, sums: list[Tensor]) -> None:
         """Noise on the sum, once; then the public divisor; then p.grad."""
-        noise_std = step.event.noise_multiplier * step.clip.sensitivity
-        flat = torch.cat([total.flatten() for total in step.sums])
+        flat = torch.cat([total.flatten() for total in sums])
         if self.group.first:
             generator = self.seeds.generator("noise", self.step, flat.device)
             noise = torch.empty_like(flat).normal_(0.0, noise_std, generator=generator)
             flat += noise
         self.group.sum(flat)
         flat /= self.divisor
-        self._released = torch.split(flat, [total.numel() for total in step.sums])
+        self._released = torch.split(flat, [total.numel() for total in sums])
         for parameter, gradient in zip(self.engine.parameters, self._released, strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
         self.step += 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import engine.engine as core
 import pytest
 import torch
 from naive import compare
 from torch import Tensor, nn
+
+from diminuendo.training.clipping.layers import conv
 
 randn = torch.randn
 
@@ -367,3 +370,30 @@ def test_recurrent_variants() -> None:
             return self.lstm(x, (h, h.tanh()))[0]
 
     compare(Started(), (randn(3, 4, 4), randn(3, 2)))
+
+
+@pytest.mark.parametrize("block", [1, 300, 1 << 25])
+def test_convolutions_that_save_memory(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """The way of a GPU: gradients that are not kept, in blocks of examples."""
+    monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
+    monkeypatch.setattr(conv, "_BLOCK", block)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, 1, 1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 6, 3, 2, 1, groups=2, bias=False),
+        nn.Conv2d(6, 70, 3, padding=1),
+    )
+    compare(model, (torch.randn(5, 2, 6, 6),))
+    monkeypatch.setattr(conv, "_WIDE", 1)
+    compare(model, (torch.randn(5, 2, 6, 6),))
+    monkeypatch.setattr(conv, "keeping_pays", lambda *_: True)
+    compare(model, (torch.randn(5, 2, 6, 6),))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 15])
+def test_rows_joined_or_not(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(core, "_JOINED_CPU", limit)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(9, 8), layer, nn.Linear(8, 3), nn.ReLU(inplace=True))
+    compare(model, (torch.randint(0, 9, (4, 5)),))

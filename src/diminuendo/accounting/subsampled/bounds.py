@@ -30,6 +30,9 @@ from diminuendo.accounting.subsampled.solve import (
 )
 
 NODE_FACTOR = 3.0
+LARGEST_MU = 8.0
+"""Beyond it total variation is one to rounding, and nodes cannot be told apart."""
+MOST_DIRECT = 256
 LOWER_SPACING = 0.4
 RUNNING_TOLERANCE = 1e-3
 
@@ -44,7 +47,7 @@ class _Steps(NamedTuple):
 
     def mixture(self, spacing: float, *, upper: bool) -> Mixture:
         """Direct mixture if there are few distinct steps, else nodes ``spacing`` apart."""
-        if self.mu.size > DIRECT_LIMIT:
+        if self.mu.size > DIRECT_LIMIT and self.mu.max() <= LARGEST_MU:
             mixture = interpolated_mixture(*self, spacing, upper=upper)
             if mixture.mu.size < self.mu.size:
                 return mixture
@@ -81,9 +84,12 @@ def epsilon_bounds(
         best = Bracket(max(best.lower, found.lower), min(best.upper, found.upper))
         excess = (best.upper - best.lower) / (tolerance * max(best.upper, EPSILON_FLOOR))
         if mixture.is_direct or excess <= 1.0:
-            break
+            return best
         spacing *= max(0.25, 0.9 / math.sqrt(excess))
-    return best
+    if steps.mu.size > MOST_DIRECT:
+        return best
+    exact = mixture_epsilon(direct_mixture(*steps), delta, tolerance)
+    return Bracket(max(best.lower, exact.lower), min(best.upper, exact.upper))
 
 
 def epsilon_upper(

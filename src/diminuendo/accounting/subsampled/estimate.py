@@ -107,13 +107,16 @@ class Estimate:
 
 def _root(function: Callable[[float], float]) -> float:
     """Root of an increasing function over ``TILT_RANGE`` on a log scale, or the nearer end."""
-    low, high = TILT_RANGE
-    if function(low) >= 0.0:
-        return low
-    if function(high) <= 0.0:
-        return high
-    found = brentq(lambda x: function(math.exp(x)), math.log(low), math.log(high), xtol=1e-3)
-    return math.exp(float(found))
+    low, high = (math.log(end) for end in TILT_RANGE)
+
+    def at(x: float) -> float:
+        return function(math.exp(x))
+
+    if at(low) >= 0.0:
+        return math.exp(low)
+    if at(high) <= 0.0:
+        return math.exp(high)
+    return math.exp(float(brentq(at, low, high, xtol=1e-3)))
 
 
 def choose_settings(

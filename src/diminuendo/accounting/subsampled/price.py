@@ -29,34 +29,38 @@ from diminuendo.errors import InputError
 
 _SPACING = 0.1
 _WIDTH = 1e-3
-_NODES = 80
+_NODES = 100
+_LARGEST_SIGMA = 1e5
 
 
 @dataclass(frozen=True)
 class PriceCurve:
-    """price(σ) over a range of σ in which it is positive, decreasing and convex in σ²."""
+    """price(σ), tabulated up to `_edge`; beyond it, proportional to e^{1/σ²} − 1."""
 
     sigma_range: tuple[float, float]
     _log_price: CubicSpline
+    _edge: float
 
     def __call__(self, sigmas: Vector) -> Vector:
-        return np.asarray(np.exp(self._log_price(np.log(sigmas))))
+        inner = self._log_price(np.log(np.minimum(sigmas, self._edge)))
+        beyond = np.maximum(sigmas, self._edge)
+        decay = np.expm1(beyond**-2.0) / math.expm1(self._edge**-2.0)
+        return np.asarray(np.exp(inner) * decay)
 
 
 def price_curve(sigmas: Vector, delta: float, rate: float) -> PriceCurve:
     """The price of a step at `rate` around a schedule whose every step has that rate."""
     values, counts = np.unique(sigmas, return_counts=True)
-    at = np.exp(np.linspace(math.log(0.5 * values[0]), math.log(20 * values[-1]), _NODES))
+    low, edge = max(0.4 * values[0], 0.06), max(20.0, 2 * values[0])
+    at = np.exp(np.linspace(math.log(low), math.log(edge), _NODES))
     rates = np.full(values.size, rate)
     prices = marginal_prices(values, rates, counts.astype(np.float64), delta, at=at, rate=rate)
-    if not (np.isfinite(prices).all() and (prices > 0).all()):
+    usable = np.isfinite(prices) & (prices > 0)
+    if not usable[_NODES // 2 :].all():
         raise InputError("low enough that one more step has a price", name="delta", value=delta)
-    log_price = CubicSpline(np.log(at), np.log(prices))
-    with np.errstate(invalid="ignore"):
-        marginal = np.log(prices) - 2 * np.log(at) + np.log(-log_price(np.log(at), 1))
-    rising = np.flatnonzero(~(np.diff(marginal) < 0))
-    lowest = at[rising.max() + 1] if rising.size else at[0]
-    return PriceCurve((float(lowest) * (1 + 1e-9), float(at[-1]) * (1 - 1e-9)), log_price)
+    first = int(np.flatnonzero(~usable).max()) + 1 if not usable.all() else 0
+    log_price = CubicSpline(np.log(at[first:]), np.log(prices[first:]))
+    return PriceCurve((float(at[first]), _LARGEST_SIGMA), log_price, float(edge))
 
 
 def marginal_prices(

@@ -25,6 +25,11 @@ def _positive(owner: str, field: str, value: float) -> None:
         raise EngineError(f"{owner}: {field} must be a finite number above 0, got {value!r}")
 
 
+def _over(bound: float, norms: Tensor) -> Tensor:
+    """``bound / norms`` in one kernel (a number over a tensor would take two)."""
+    return torch.div(torch.scalar_tensor(bound, dtype=norms.dtype), norms)
+
+
 @dataclass(frozen=True)
 class Flat:
     """Scale example i by ``min(1, C / ||g_i||)``."""
@@ -46,7 +51,7 @@ class Flat:
 
     def factors(self, norms: Tensor) -> Tensor:
         """Factors for norms of shape ``(1, N)``; a zero gradient gets the factor 1."""
-        return (self.bound / norms).clamp_(max=1.0)
+        return _over(self.bound, norms).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Automatic:
 
     def factors(self, norms: Tensor) -> Tensor:
         """Factors for norms of shape ``(1, N)``; a zero gradient gets ``C / gamma`` times 0."""
-        return self.bound / (norms + self.gamma)
+        return _over(self.bound, norms + self.gamma)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class PerLayer:
         """Factors for norms of shape ``(layers, N)``."""
         layers = norms.shape[0]
         if isinstance(self.bounds, (int, float)):
-            return (self.bounds / math.sqrt(layers) / norms).clamp_(max=1.0)
+            return _over(self.bounds / math.sqrt(layers), norms).clamp_(max=1.0)
         if len(self.bounds) != layers:
             raise EngineError(
                 f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "

@@ -31,11 +31,16 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor.float()
 
 
+def row_norm(per_example: Tensor) -> Tensor:
+    """Norm of each ``per_example[i]``, shape ``(N,)``."""
+    flat = per_example if per_example.dim() == 2 else per_example.flatten(1)
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return norms
+
+
 def square_norm(per_example: Tensor) -> Tensor:
     """Squared norm of each ``per_example[i]``, shape ``(N,)``."""
-    flat = per_example.reshape(per_example.shape[0], -1)
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    return norms.square_()
+    return row_norm(per_example).square_()
 
 
 def spread(factors: Tensor, like: Tensor) -> Tensor:
@@ -45,8 +50,9 @@ def spread(factors: Tensor, like: Tensor) -> Tensor:
 
 def weighted(factors: Tensor, per_example: Tensor) -> Tensor:
     """``sum_i factors[i] * per_example[i]``."""
-    flat = per_example.reshape(per_example.shape[0], -1)
-    return torch.mv(flat.t(), factors).view(per_example.shape[1:])
+    if per_example.dim() == 2:
+        return torch.mv(per_example.t(), factors)
+    return torch.mv(per_example.flatten(1).t(), factors).view(per_example.shape[1:])
 
 
 def instantiating_pays(tokens: int, rows: int, cols: int) -> bool:
@@ -69,8 +75,7 @@ def gram_square_norm(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _gram_block(u: Tensor, v: Tensor) -> Tensor:
-    left = torch.bmm(u, u.mT).flatten(1)
-    return left.mul_(torch.bmm(v, v.mT).flatten(1)).sum(1)
+    return torch.bmm(u, u.mT).mul_(torch.bmm(v, v.mT)).sum((1, 2))
 
 
 def product_square_norm(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -86,12 +91,17 @@ def product_square_norm(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def product_weighted(u: Tensor, v: Tensor, factors: Tensor) -> Tensor:
-    """``sum_i factors[i] U_i^T V_i`` as one matrix product over examples and tokens."""
-    if u.shape[2] <= v.shape[2]:
+    """``sum_i factors[i] U_i^T V_i`` as one matrix product over examples and tokens.
+
+    ``u`` and ``v`` are ``(N, T, *)``, or ``(N, *)`` where each example has one token.
+    """
+    if u.shape[-1] <= v.shape[-1]:
         u = u * spread(factors, u)
     else:
         v = v * spread(factors, v)
-    return torch.mm(u.reshape(-1, u.shape[2]).t(), v.reshape(-1, v.shape[2]))
+    if u.dim() == 3:
+        u, v = u.reshape(-1, u.shape[2]), v.reshape(-1, v.shape[2])
+    return torch.mm(u.t(), v)
 
 
 @dataclass

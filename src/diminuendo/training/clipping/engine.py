@@ -18,8 +18,9 @@ input, gets its ``.grad`` as in any backward pass; the parameters' ``.grad`` is 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any
@@ -28,10 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from diminuendo.training.clipping.clip import Clip
-from diminuendo.training.clipping.contract import shared_square_norm, square_norm, upcast
+from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
-from diminuendo.training.clipping.tape import Piece, Tape
+from diminuendo.training.clipping.tape import Kind, Piece, Tape, kept_rows
+
+# Per-example gradients with at most this many entries are joined with those of other parameters,
+# so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
+_JOINED = 1 << 20
+_JOINED_CPU = 1 << 15
 
 
 @dataclass
@@ -138,8 +144,12 @@ class Engine:
         example whose norm is not finite contributes exactly zero.
         """
         self._check_losses(losses)
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            return self._clipped_sum(losses, clip, accumulate)
+        device = losses.device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                return self._clipped_sum(losses, clip, accumulate)
+            with torch.autocast(device, enabled=False):
+                return self._clipped_sum(losses, clip, accumulate)
 
     def _clipped_sum(
         self, losses: Tensor, clip: Clip, accumulate: Sequence[Tensor] | None
@@ -152,27 +162,57 @@ class Engine:
                 torch.zeros(0, dtype=dtype, device=losses.device),
                 torch.zeros((), dtype=torch.int64, device=losses.device),
             )
-        norms_by_slot = _Norms(self._slot, losses.shape[0])
-        self._backward(norms_by_slot, losses)
-        live, users = norms_by_slot.finish(self.parameters)
-        groups: list[list[Tensor]] = [[] for _ in self.layers] if clip.per_layer else [[]]
-        for slot, squares in norms_by_slot.squares:
-            groups[self._layer_of[slot] if clip.per_layer else 0].append(squares)
+        collected = _Norms(self._slot, losses.shape[0])
+        self._backward(collected, losses)
+        groups = [_Group() for _ in self.layers] if clip.per_layer else [_Group()]
+        for slot, kind, value in collected.finish(self.parameters):
+            groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, kind, value)
         norms, factors, finite = self._factors(groups, clip, losses)
-        if losses.device.type != "cpu" or not bool(finite.all()):
+        live, collected.live = collected.live, []
+        if finite is None:
+            nonfinite = torch.zeros((), dtype=torch.int64, device=losses.device)
+        else:
+            nonfinite = (~finite).sum()
             for piece in live:
                 piece.purge(finite)
-        sums = []
-        for slot, param in enumerate(self.parameters):
-            row = factors[self._layer_of[slot] if clip.per_layer else 0]
-            total: Tensor | None = None if accumulate is None else accumulate[slot]
-            for piece in users[slot]:
-                part = piece.weighted_sum(param, row)
-                total = part if total is None else total.add_(part)
-            if total is None:
-                total = torch.zeros_like(upcast(param.detach()))
-            sums.append(total)
-        return ClippedSum(sums, norms, (~finite).sum())
+            for group in groups:
+                group.purge(finite)
+        sums = self._sums(live, groups, factors, accumulate)
+        return ClippedSum(sums, norms, nonfinite)
+
+    def _sums(
+        self,
+        live: list[Piece],
+        groups: list[_Group],
+        factors: Tensor,
+        accumulate: Sequence[Tensor] | None,
+    ) -> list[Tensor]:
+        """``sum_i c_i g_i`` for every parameter; the pieces let go of their data on the way."""
+        params = self.parameters
+        sums: list[Tensor | None] = [None] * len(params)
+        if accumulate is not None:
+            sums = list(accumulate)
+        rows = factors.unbind(0)
+        done: set[int] = set()
+        for group, row in zip(groups, rows, strict=True):
+            for slot, part in group.sums(row):
+                done.add(slot)
+                part = part.view(params[slot].shape)
+                total = sums[slot]
+                sums[slot] = part if total is None else total.add_(part)
+        for piece in live:
+            for param in piece.params:
+                slot = self._slot[id(param)]
+                if slot not in done:
+                    row = rows[self._layer_of[slot] if len(rows) > 1 else 0]
+                    part = piece.weighted_sum(param, row)
+                    total = sums[slot]
+                    sums[slot] = part if total is None else total.add_(part)
+            piece.release()
+        return [
+            torch.zeros_like(upcast(param.detach())) if total is None else total
+            for param, total in zip(params, sums, strict=True)
+        ]
 
     def _check_losses(self, losses: Tensor) -> None:
         if not isinstance(losses, Tensor) or losses.dim() != 1:
@@ -234,22 +274,81 @@ class Engine:
         )
 
     def _factors(
-        self, squares: list[list[Tensor]], clip: Clip, losses: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms ``(N,)``, factors (groups, N) and which examples are finite."""
-        zero = torch.zeros_like(upcast(losses.detach()))
-        rows = [torch.stack(terms).sum(0) if terms else zero for terms in squares]
-        stacked = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
-        stacked = stacked.clamp_(min=0.0)
-        groups = stacked.sqrt()
-        norms = stacked.sum(0).sqrt() if len(rows) > 1 else groups[0]
+        self, groups: list[_Group], clip: Clip, losses: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Norms ``(N,)``, factors (groups, N), and which examples are finite if not all are.
+
+        The one place where the host waits for the device: to mask every tensor on the device
+        instead would cost two kernels for each layer.
+        """
+        rows = [group.norms() for group in groups]
+        if len(rows) == 1 and rows[0] is not None:
+            norms = rows[0]
+            stacked = norms.unsqueeze(0)
+        else:
+            zero = torch.zeros_like(upcast(losses.detach()))
+            stacked = torch.stack([zero if row is None else row for row in rows])
+            norms = torch.linalg.vector_norm(stacked, dim=0)
+        factors = clip.factors(stacked)
+        if math.isfinite(norms.sum().item()):
+            return norms, factors, None
         finite = norms.isfinite()
-        factors = torch.where(finite, clip.factors(groups), 0.0)
-        return norms, factors, finite
+        return norms, torch.where(finite, factors, 0.0), finite
+
+
+class _Group:
+    """What is known of the gradients of parameters that are clipped together."""
+
+    def __init__(self) -> None:
+        self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        self._rows: list[tuple[int, Tensor]] = []
+        self._joined: Tensor | None = None
+
+    def add(self, slot: int, kind: Kind, value: Tensor) -> None:
+        """Take one report."""
+        if kind is Kind.NORM:
+            self._norms.append(value)
+        elif kind is Kind.SQUARE:
+            self._squares.append(value)
+        else:
+            self._rows.append((slot, value if value.dim() == 2 else value.flatten(1)))
+
+    def norms(self) -> Tensor | None:
+        """The norms of all together, or None if there is nothing."""
+        terms = self._norms
+        if self._rows:
+            rows = [value for _, value in self._rows]
+            self._joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            terms.append(row_norm(self._joined))
+        if self._squares:
+            squares = self._squares
+            total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
+            terms.append(total.clamp(min=0.0).sqrt_())
+        if len(terms) < 2:
+            return terms[0] if terms else None
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(terms), dim=0)
+        return joint
+
+    def purge(self, keep: Tensor) -> None:
+        """Set the rows of the examples that are not kept to zero."""
+        if self._joined is not None:
+            self._joined = kept_rows(self._joined, keep)
+
+    def sums(self, factors: Tensor) -> list[tuple[int, Tensor]]:
+        """The weighted sums of the parameters whose rows were joined, by slot, flat."""
+        if self._joined is None:
+            return []
+        total = torch.mv(self._joined.t(), factors)
+        slots = [slot for slot, _ in self._rows]
+        if len(slots) == 1:
+            return [(slots[0], total)]
+        sizes = [value.shape[1] for _, value in self._rows]
+        return list(zip(slots, torch.split(total, sizes), strict=True))
 
 
 class _Norms:
-    """Collects the pieces of one backward pass and their squared norms.
+    """Collects the pieces of one backward pass and what they report.
 
     A piece is processed as soon as its gradient arrives, except for parameters that other
     pieces use too: those need the cross terms and wait for the end.
@@ -258,40 +357,46 @@ class _Norms:
     def __init__(self, slot: dict[int, int], examples: int) -> None:
         self.slot, self.examples = slot, examples
         self.live: list[Piece] = []
-        self.squares: list[tuple[int, Tensor]] = []
+        self._reports: list[tuple[int, Kind, Tensor]] = []
         self._seen: set[int] = set()
 
     def arrive(self, piece: Piece) -> None:
         """Take a piece one of whose output gradients has just arrived."""
-        if not piece.engaged:
-            piece.engaged = True
-            pending = piece.retire()
-            self.live.append(piece)
-            shared = {
-                id(param)
-                for param in piece.params
-                if id(param) in self._seen or (pending is not None and pending[id(param)] > 0)
-            }
-            self._seen.update(id(param) for param in piece.params)
-            if piece.eager and len(piece.arrived) == 1:
-                self._process(piece)
-                self._measure(piece, lambda param: id(param) not in shared)
+        if piece.engaged:
+            return
+        piece.engaged = True
+        pending = piece.retire()
+        self.live.append(piece)
+        seen, alone = self._seen, set()
+        for param in piece.params:
+            key = id(param)
+            if key not in seen:
+                seen.add(key)
+                if pending is None or not pending[key]:
+                    alone.add(key)
+        if piece.eager:
+            self._process(piece)
+            self._measure(piece, alone)
 
-    def finish(self, params: list[nn.Parameter]) -> tuple[list[Piece], list[list[Piece]]]:
-        """The live pieces, and those that use each parameter; all norms are known after it."""
+    def finish(self, params: list[nn.Parameter]) -> list[tuple[int, Kind, Tensor]]:
+        """All reports, by slot of the parameter."""
         users: list[list[Piece]] = [[] for _ in params]
         for piece in self.live:
             if not piece.processed:
                 self._process(piece)
             for param in piece.params:
                 users[self.slot[id(param)]].append(piece)
-        for slot, pieces in enumerate(users):
-            if len(pieces) > 1:
-                self.squares.append((slot, _shared(params[slot], pieces)))
         for piece in self.live:
             if len(piece.measured) < len(piece.params):
-                self._measure(piece, lambda param: len(users[self.slot[id(param)]]) == 1)
-        return self.live, users
+                ready = {
+                    id(param) for param in piece.params if len(users[self.slot[id(param)]]) == 1
+                }
+                self._measure(piece, ready - piece.measured)
+        reports = [report for report in self._reports if len(users[report[0]]) == 1]
+        for slot, pieces in enumerate(users):
+            if len(pieces) > 1:
+                reports.append((slot, Kind.SQUARE, _shared(params[slot], pieces)))
+        return reports
 
     def _process(self, piece: Piece) -> None:
         if piece.examples != self.examples:
@@ -305,14 +410,16 @@ class _Norms:
         piece.receive(piece.arrived)
         piece.arrived, piece.processed = [], True
 
-    def _measure(self, piece: Piece, ready: Callable[[nn.Parameter], bool]) -> None:
-        todo = {
-            id(param) for param in piece.params if id(param) not in piece.measured and ready(param)
-        }
-        if todo:
-            piece.measured |= todo
-            for key, squares in piece.square_norms(lambda param: id(param) in todo):
-                self.squares.append((self.slot[key], squares))
+    def _measure(self, piece: Piece, todo: set[int]) -> None:
+        if not todo:
+            return
+        piece.measured |= todo
+        for key, kind, value in piece.measure(todo):
+            if kind is Kind.ROWS:
+                limit = _JOINED_CPU if value.device.type == "cpu" else _JOINED
+                if value.numel() > limit:
+                    kind, value = Kind.NORM, row_norm(value)
+            self._reports.append((self.slot[key], kind, value))
 
 
 def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:

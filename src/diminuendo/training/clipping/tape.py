@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import Factor
 from diminuendo.training.clipping.errors import EngineError
+
+
+class Kind(Enum):
+    """What a piece reports about a parameter, for the examples ``i``."""
+
+    SQUARE = 1  # squared norms, shape (N,)
+    NORM = 2  # norms, shape (N,)
+    ROWS = 3  # the gradients themselves, (N, *shape): the engine measures and sums them
+
+
+Report = tuple[int, Kind, Tensor]  # id of the parameter, kind, value
 
 
 class _Root(torch.autograd.Function):
@@ -43,13 +55,14 @@ class Piece:
     """
 
     eager = True
+    engaged = processed = False
+    heavy: tuple[str, ...] = ()  # attributes that hold one tensor each, examples first
     _pending: Counter[int] | None = None
 
     def __init__(self, path: str, params: Sequence[nn.Parameter | None], examples: int) -> None:
         self.path, self.examples = path, examples
-        self.params = tuple(param for param in params if param is not None)
+        self.params = tuple([param for param in params if param is not None])
         self.arrived: list[Tensor | None] = []
-        self.engaged = self.processed = False
         self.measured: set[int] = set()
         self._saved: list[tuple[Tensor, int]] = []
 
@@ -91,8 +104,8 @@ class Piece:
         """Take the output gradients; False if none arrived (the layer had no effect)."""
         raise NotImplementedError
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
-        """Pairs of ``id(parameter)`` and squared norms ``(N,)`` for the wanted parameters."""
+    def measure(self, wanted: set[int]) -> list[Report]:
+        """What the norms follow from, for the parameters whose ``id`` is wanted."""
         raise NotImplementedError
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
@@ -109,7 +122,15 @@ class Piece:
 
     def purge(self, keep: Tensor) -> None:
         """Set everything that belongs to the examples with ``keep[i]`` False to zero."""
-        raise NotImplementedError
+        for name in self.heavy:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, kept_rows(tensor, keep))
+
+    def release(self) -> None:
+        """Let go of the data; the graph may hold the piece itself for longer."""
+        for name in self.heavy:
+            setattr(self, name, None)
 
 
 class Tape:
@@ -135,29 +156,85 @@ class Tape:
             rooted: Tensor = _Root.apply(self._anchor, plain)  # type: ignore[no-untyped-call]
             return rooted
         if out._is_view():
-            alias: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
+            alias: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
             return alias
         return out
 
     def watch(self, piece: Piece, *outs: Tensor) -> None:
         """Let ``piece`` wait for the gradients of ``outs`` (as returned by ``attach``)."""
         piece.arrived = [None] * len(outs)
+        piece.eager = piece.eager and len(outs) == 1
         piece.announce(self.pending)
         for position, out in enumerate(outs):
-            out.register_hook(self._hook(piece, position))  # type: ignore[no-untyped-call]
+            self._hang(piece, out, self._hook(piece, position, out.output_nr))
 
-    def _hook(self, piece: Piece, position: int) -> Callable[[Tensor], None]:
-        def arrive(grad: Tensor) -> None:
+    def watch_op(self, piece: Piece, out: Tensor, rooted: bool) -> Tensor:
+        """Let ``piece`` wait for the gradient of ``out``, fresh from an operation.
+
+        If ``rooted``, a parameter was passed with ``requires_grad`` only to give ``out`` a node:
+        the hook then ends the backward pass, so that no gradient of that parameter is computed.
+        """
+        source = out
+        if out._is_view():
+            # A change of the view in place leads past its own node, but not past its base's.
+            base = out._base
+            if base is not None and base.numel() == out.numel() and base.grad_fn is not None:
+                source = base
+            else:
+                source = out = torch.ops.aten._unsafe_view.default(out, out.shape)
+        piece.arrived = [None]
+        piece.announce(self.pending)
+        self._hang(piece, source, self._hook(piece, 0, source.output_nr, rooted))
+        return out
+
+    def _hang(self, piece: Piece, out: Tensor, hook: Callable[..., Any]) -> None:
+        node = out.grad_fn
+        if node is None:
+            raise EngineError(f"the output of '{piece.path}' has no place in the graph")
+        node.register_prehook(hook)
+
+    def watch_inputs(self, piece: Piece, out: Tensor, positions: tuple[int, ...]) -> None:
+        """Let ``piece`` wait for what the node of ``out`` sends to some of its inputs."""
+        piece.announce(self.pending)
+        node = out.grad_fn
+        assert node is not None
+
+        def arrive(
+            inputs: tuple[Tensor | None, ...],
+            outputs: Any,  # noqa: ARG001
+        ) -> tuple[Tensor | None, ...]:
             if self.arrive is None:
-                raise EngineError(
-                    f"a backward pass reached '{piece.path}' outside the engine; call "
-                    "engine.clipped_sum(losses, clip) instead of backward(), or close() the "
-                    "engine and run the forward pass again"
-                )
-            piece.arrived[position] = grad
-            self.arrive(piece)
+                raise _outside(piece)
+            piece.arrived = [inputs[position] for position in positions]
+            if any(grad is not None for grad in piece.arrived):
+                self.arrive(piece)
+            return tuple(  # what was taken goes no further
+                None if position in positions else grad for position, grad in enumerate(inputs)
+            )
+
+        node.register_hook(arrive)
+
+    def _hook(
+        self, piece: Piece, position: int, output: int, last: bool = False
+    ) -> Callable[[tuple[Tensor | None, ...]], tuple[None, ...] | None]:
+        def arrive(grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
+            if self.arrive is None:
+                raise _outside(piece)
+            grad = grads[output]
+            if grad is not None:
+                piece.arrived[position] = grad
+                self.arrive(piece)
+            return (None,) * len(grads) if last else None
 
         return arrive
+
+
+def _outside(piece: Piece) -> EngineError:
+    return EngineError(
+        f"a backward pass reached '{piece.path}' outside the engine; call "
+        "engine.clipped_sum(losses, clip) instead of backward(), or close() the "
+        "engine and run the forward pass again"
+    )
 
 
 def trained(param: Tensor | None) -> nn.Parameter | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diminuendo.training.clipping.contract import row_norm
 from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
-from diminuendo.training.clipping.layers.linear import LinearPiece
-from diminuendo.training.clipping.tape import Piece, Tape
+from diminuendo.training.clipping.layers.linear import LinearPiece, linear
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
 
 
 class StackedPiece(Piece):
@@ -48,16 +49,14 @@ class StackedPiece(Piece):
             block.receive([grad])
         return True
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
-        def block_wanted(param: nn.Parameter) -> bool:
-            whole = self.weight if param.dim() == 2 else self.bias
-            return whole is not None and wanted(whole)
-
+    def measure(self, wanted: set[int]) -> list[Report]:
         result = []
         for block in self.blocks:
-            for key, squares in block.square_norms(block_wanted):
+            parts = ((self.weight, block.weight), (self.bias, block.bias))
+            todo = {id(part) for whole, part in parts if id(whole) in wanted}
+            for key, kind, value in block.measure(todo):
                 whole = self.weight if key == id(block.weight) else self.bias
-                result.append((id(whole), squares))
+                result.append((id(whole), *_measured(kind, value)))
         return result
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
@@ -72,6 +71,10 @@ class StackedPiece(Piece):
         for block in self.blocks:
             block.purge(keep)
 
+    def release(self) -> None:
+        for block in self.blocks:
+            block.release()
+
     def _rows(self) -> int:
         return self.params[0].shape[0] // len(self.blocks)
 
@@ -79,6 +82,11 @@ class StackedPiece(Piece):
         part = block.weight if param is self.weight else block.bias
         assert part is not None
         return part
+
+
+def _measured(kind: Kind, value: Tensor) -> tuple[Kind, Tensor]:
+    """The report of a block: its rows are only a part of the parameter's, so only norms."""
+    return (Kind.NORM, row_norm(value)) if kind is Kind.ROWS else (kind, value)
 
 
 def _tokens(block: LinearPiece) -> int:
@@ -136,10 +144,9 @@ class _Projector:
         module = self.module
         if module._qkv_same_embed_dim and query is key and key is value:
             weight, bias = module.in_proj_weight, module.in_proj_bias
-            out, piece = self._linear(query, weight, bias, weight, bias)
-            if piece is not None:
-                self.tape.watch(piece, out)
-            return list(out.view(*query.shape[:-1], -1).chunk(3, -1))
+            if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
+                return list(F.linear(query, weight, bias).chunk(3, -1))
+            return list(linear(self.tape, self.path, query, weight, bias).chunk(3, -1))
         weights: list[Tensor]
         if module._qkv_same_embed_dim:
             weights = list(module.in_proj_weight.detach().chunk(3))
@@ -200,16 +207,14 @@ class SeparatePiece(StackedPiece):
         weights = tuple(block.weight for block in blocks if block.weight is not None)
         self.params = weights + self.params
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
-        def block_wanted(param: nn.Parameter) -> bool:
-            if param.dim() == 2:
-                return wanted(param)
-            return self.bias is not None and wanted(self.bias)
-
+    def measure(self, wanted: set[int]) -> list[Report]:
         result = []
         for block in self.blocks:
-            for key, squares in block.square_norms(block_wanted):
-                result.append((key if key == id(block.weight) else id(self.bias), squares))
+            parts = ((block.weight, block.weight), (self.bias, block.bias))
+            todo = {id(part) for whole, part in parts if id(whole) in wanted}
+            for key, kind, value in block.measure(todo):
+                whole = key if key == id(block.weight) else id(self.bias)
+                result.append((whole, *_measured(kind, value)))
         return result
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:

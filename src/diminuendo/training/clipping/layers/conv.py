@@ -22,21 +22,23 @@ from torch.nn import functional as F
 from diminuendo.training.clipping.contract import (
     Factor,
     gram_square_norm,
+    row_norm,
     spread,
-    square_norm,
     upcast,
     weighted,
 )
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Piece, Tape, kept_rows, trained
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, trained
 
 ConvNd = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # Per-example gradients may take this many times the memory of the unfolded input and gradients.
 _MEMORY = 2.0
 # From this many channels in and out a batched matrix product beats grouped kernels on a CPU.
 _WIDE = 64
-# Most entries of an unfolded input.
+# Most entries of an unfolded input for which a batched matrix product is used on a GPU.
 _UNFOLDED = 1 << 27
+# Most entries of the unfolded input, or of gradients that are not kept, held at a time.
+_BLOCK = 1 << 25
 
 
 def instantiating_pays(positions: int, weight: Tensor, groups: int) -> bool:
@@ -45,8 +47,19 @@ def instantiating_pays(positions: int, weight: Tensor, groups: int) -> bool:
     return groups > 1 or weight.numel() <= _MEMORY * positions * width
 
 
+def keeping_pays(examples: int, weight: Tensor, held: int, device: torch.device) -> bool:
+    """Whether to keep per-example gradients rather than the ``held`` entries they come from.
+
+    Kept gradients save a kernel for the sum. On a CPU that decides; on a GPU, where memory is
+    what limits the batch, they must also be no larger than the input and output gradient.
+    """
+    return device.type == "cpu" or examples * weight.numel() <= held
+
+
 class ConvPiece(Piece):
     """One application of a convolution; a frozen weight or bias is passed as None."""
+
+    heavy = ("inputs", "grads", "_kept", "_totals")
 
     def __init__(
         self,
@@ -73,20 +86,20 @@ class ConvPiece(Piece):
             self.inputs, self.padding = _padded(self.module, upcast(self.inputs))
         return True
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
+    def measure(self, wanted: set[int]) -> list[Report]:
         grads = self._b()
         result = []
-        if self.weight is not None and wanted(self.weight):
-            positions = grads[0, 0].numel()
-            if instantiating_pays(positions, self.weight, self.module.groups):
+        if self.weight is not None and id(self.weight) in wanted:
+            weight, key, x = self.weight, id(self.weight), self._x()
+            if not instantiating_pays(grads.shape[2:].numel(), weight, self.module.groups):
+                result.append((key, Kind.SQUARE, self._gram_square_norm()))
+            elif keeping_pays(self.examples, weight, grads.numel() + x.numel(), grads.device):
                 self._kept = self._per_example_weight()
-                result.append((id(self.weight), square_norm(self._kept)))
+                result.append((key, Kind.ROWS, self._kept))
             else:
-                factor = self.factor(self.weight)
-                assert factor is not None
-                result.append((id(self.weight), gram_square_norm(factor.rows, factor.cols)))
-        if self.bias is not None and wanted(self.bias):
-            result.append((id(self.bias), square_norm(self._per_example_bias())))
+                result.append((key, Kind.NORM, self._passing_norm()))
+        if self.bias is not None and id(self.bias) in wanted:
+            result.append((id(self.bias), Kind.ROWS, self._per_example_bias()))
         if self._kept is not None and (self.bias is None or self._totals is not None):
             self.inputs = self.grads = None
         return result
@@ -109,13 +122,7 @@ class ConvPiece(Piece):
     def factor(self, param: nn.Parameter) -> Factor | None:
         if param is not self.weight or self.module.groups > 1 or self.inputs is None:
             return None
-        return Factor(self._b().flatten(2).mT, self._unfolded().mT)
-
-    def purge(self, keep: Tensor) -> None:
-        for name in ("inputs", "grads", "_kept", "_totals"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, kept_rows(tensor, keep))
+        return Factor(self._b().flatten(2).mT, self._unfolded(self._x()).mT)
 
     def _b(self) -> Tensor:
         assert self.grads is not None
@@ -130,14 +137,60 @@ class ConvPiece(Piece):
             self._totals = self._b().flatten(2).sum(2)
         return self._totals
 
+    def _blocks(self, entries: int) -> list[tuple[Tensor, Tensor]]:
+        """Output gradients and inputs in blocks of examples that need ``entries`` each."""
+        x, grads = self._x(), self._b()
+        block = max(1, _BLOCK // max(1, entries))
+        if block >= self.examples:
+            return [(grads, x)]
+        return list(zip(torch.split(grads, block), torch.split(x, block), strict=True))
+
+    def _gram_square_norm(self) -> Tensor:
+        assert self.weight is not None
+        unfolded = self.weight.shape[1:].numel() * self._b().shape[2:].numel()
+        parts = [
+            gram_square_norm(grads.flatten(2).mT, self._unfolded(x).mT)
+            for grads, x in self._blocks(unfolded)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _passing_norm(self) -> Tensor:
+        """Norms of the per-example weight gradients, which are not kept."""
+        assert self.weight is not None
+        shape = self.weight.shape
+        by_matrices = self._by_matrices(shape)
+        unfolded = shape[1:].numel() * self._b().shape[2:].numel()
+        entries = max(shape.numel(), unfolded) if by_matrices else shape.numel()
+        parts = []
+        for grads, x in self._blocks(entries):
+            if by_matrices:
+                rows = torch.bmm(grads.flatten(2), self._unfolded(x).mT)
+            else:
+                rows = self._grouped(grads, x, shape)
+            parts.append(row_norm(rows))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _per_example_weight(self) -> Tensor:
-        """Examples as groups: channels ``N C`` and a weight of ``N C_out`` filters."""
+        """The gradients ``(N, *weight.shape)``."""
         x, grads, examples = self._x(), self._b(), self.examples
         assert self.weight is not None
         shape = self.weight.shape
-        if self._by_matrices(shape):
-            product = torch.bmm(grads.flatten(2), self._unfolded().mT)
-            return product.view(examples, *shape)
+        if not self._by_matrices(shape):
+            return self._grouped(grads, x, shape)
+        blocks = self._blocks(shape[1:].numel() * grads.shape[2:].numel())
+        if len(blocks) == 1:
+            return torch.bmm(grads.flatten(2), self._unfolded(x).mT).view(examples, *shape)
+        full = grads.new_empty(examples, shape[0], shape[1:].numel())
+        start = 0
+        for part, inputs in blocks:
+            stop = start + part.shape[0]
+            torch.bmm(part.flatten(2), self._unfolded(inputs).mT, out=full[start:stop])
+            start = stop
+        return full.view(examples, *shape)
+
+    def _grouped(self, grads: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        """Examples as groups: channels ``N C`` and a weight of ``N C_out`` filters."""
+        examples = grads.shape[0]
         filters = grads.new_empty(examples * shape[0], *shape[1:])  # only its shape matters
         full = self._weight_gradient(
             grads.reshape(1, -1, *grads.shape[2:]),
@@ -173,9 +226,9 @@ class ConvPiece(Piece):
         total: Tensor = result[1]
         return total
 
-    def _unfolded(self) -> Tensor:
+    def _unfolded(self, x: Tensor) -> Tensor:
         """The input patches ``(N, C_in k_1 ... k_n, T)``, in the order of the weight."""
-        module, x = self.module, self._x()
+        module, examples = self.module, x.shape[0]
         spatial = len(self.padding)
         if any(self.padding):
             sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
@@ -184,10 +237,10 @@ class ConvPiece(Piece):
             step = module.dilation[axis]
             span = (module.kernel_size[axis] - 1) * step + 1
             x = x.unfold(2 + axis, span, module.stride[axis])
-            x = x[..., ::step]
+            x = x[..., ::step] if step > 1 else x
         order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
         positions = x.shape[2 : 2 + spatial].numel()
-        return x.permute(order).reshape(self.examples, -1, positions)
+        return x.permute(order).reshape(examples, -1, positions)
 
 
 def _padded(module: ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -215,11 +268,13 @@ def forward_of(module: ConvNd, tape: Tape, path: str) -> Callable[..., Tensor]:
                 f"'{path}' got an input of shape {tuple(input.shape)}; expected (examples, "
                 f"{module.in_channels}, ...) with {dims} dimensions: add the example dimension"
             )
-        frozen = None if module.bias is None else module.bias.detach()
-        out = module._conv_forward(input, module.weight.detach(), frozen)
-        out = tape.attach(out)
-        piece = ConvPiece(path, module, trained(module.weight), trained(module.bias), input)
-        tape.watch(piece, out)
-        return out
+        weight, bias = module.weight, module.bias
+        fixed, shift = weight.detach(), None if bias is None else bias.detach()
+        rooted = not input.requires_grad
+        if rooted:
+            fixed.requires_grad_()
+        out = module._conv_forward(input, fixed, shift)
+        piece = ConvPiece(path, module, trained(weight), trained(bias), input)
+        return tape.watch_op(piece, out, rooted)
 
     return forward

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.contract import Factor, spread, square_norm, upcast
+from diminuendo.training.clipping.contract import Factor, row_norm, spread, upcast
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Piece, Tape, kept_rows
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
 
 
 class EmbeddingPiece(Piece):
     """One lookup of indices ``(N, *)``."""
+
+    heavy = ("grads",)
 
     def __init__(
         self,
@@ -43,14 +45,14 @@ class EmbeddingPiece(Piece):
         self.indices = self.indices.reshape(self.examples, -1)
         return True
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
+    def measure(self, wanted: set[int]) -> list[Report]:
         weight = self.params[0]
-        if not wanted(weight):
+        if id(weight) not in wanted:
             return []
         factor = self.factor(weight)
         if factor.rows.shape[1] == 1:
-            return [(id(weight), square_norm(factor.cols))]
-        return [(id(weight), factor.inner(factor))]
+            return [(id(weight), Kind.NORM, row_norm(factor.cols))]
+        return [(id(weight), Kind.SQUARE, factor.inner(factor))]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
         assert self.grads is not None
@@ -74,10 +76,6 @@ class EmbeddingPiece(Piece):
             cols = cols.masked_fill((self.indices == self.padding_idx).unsqueeze(2), 0.0)
         return Factor(self.indices, cols)
 
-    def purge(self, keep: Tensor) -> None:
-        assert self.grads is not None
-        self.grads = kept_rows(self.grads, keep)
-
 
 def forward_of(module: nn.Embedding, tape: Tape, path: str) -> Callable[..., Tensor]:
     """The forward that replaces ``module.forward`` while the engine is attached."""
@@ -89,10 +87,8 @@ def forward_of(module: nn.Embedding, tape: Tape, path: str) -> Callable[..., Ten
             raise EngineError(
                 f"'{path}' got a single index; expected indices of shape (examples, ...)"
             )
-        out = F.embedding(input, self.weight.detach(), self.padding_idx)
-        out = tape.attach(out)
         weight = cast(nn.Parameter, self.weight)
-        tape.watch(EmbeddingPiece(path, weight, input, self.padding_idx), out)
-        return out
+        out = F.embedding(input, weight.detach().requires_grad_(), self.padding_idx)
+        return tape.watch_op(EmbeddingPiece(path, weight, input, self.padding_idx), out, True)
 
     return forward

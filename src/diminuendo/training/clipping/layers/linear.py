@@ -17,16 +17,18 @@ from diminuendo.training.clipping.contract import (
     Factor,
     product_square_norm,
     product_weighted,
-    square_norm,
+    row_norm,
     upcast,
     weighted,
 )
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Piece, Tape, kept_rows, trained
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, trained
 
 
 class LinearPiece(Piece):
     """One application of ``x -> x W^T + b``; a frozen W or b is passed as None."""
+
+    heavy = ("inputs", "grads", "_products", "_totals")
 
     def __init__(
         self,
@@ -46,26 +48,36 @@ class LinearPiece(Piece):
         grad = grads[0]
         if grad is None:
             return False
-        self.grads = upcast(grad).reshape(self.examples, -1, grad.shape[-1])
+        self.grads = self._by_tokens(upcast(grad))
         if self.inputs is not None:
-            self.inputs = upcast(self.inputs).reshape(self.examples, -1, self.inputs.shape[-1])
+            self.inputs = self._by_tokens(upcast(self.inputs))
         return True
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
+    def _by_tokens(self, tensor: Tensor) -> Tensor:
+        """As ``(N, T, d)``, or ``(N, d)`` where each example has one token."""
+        shape = tensor.shape
+        if shape[:-1].numel() != self.examples:
+            whole = len(shape) == 3 and shape[0] == self.examples
+            return tensor if whole else tensor.reshape(self.examples, -1, shape[-1])
+        return tensor if len(shape) == 2 else tensor.reshape(self.examples, shape[-1])
+
+    def measure(self, wanted: set[int]) -> list[Report]:
         u, v = self._u(), self.inputs
-        weight = self.weight if self.weight is not None and wanted(self.weight) else None
-        bias = self.bias if self.bias is not None and wanted(self.bias) else None
+        weight = self.weight if self.weight is not None and id(self.weight) in wanted else None
+        bias = self.bias if self.bias is not None and id(self.bias) in wanted else None
         result = []
-        if u.shape[1] == 1 and weight is not None and bias is not None and v is not None:
-            out = square_norm(u)
-            result.append((id(weight), out * square_norm(v)))
-            result.append((id(bias), out))
+        if u.dim() == 2:
+            out = row_norm(u)
+            if bias is not None:
+                result.append((id(bias), Kind.NORM, out))
+            if weight is not None and v is not None:
+                result.append((id(weight), Kind.NORM, out * row_norm(v)))
             return result
         if weight is not None and v is not None:
             squares, self._products = product_square_norm(u, v)
-            result.append((id(weight), squares))
+            result.append((id(weight), Kind.SQUARE, squares))
         if bias is not None:
-            result.append((id(bias), square_norm(self._per_example_bias())))
+            result.append((id(bias), Kind.ROWS, self._per_example_bias()))
         if self._products is not None and (self.bias is None or self._totals is not None):
             self.inputs = self.grads = None  # the products replace them
         return result
@@ -82,29 +94,29 @@ class LinearPiece(Piece):
         if param is self.weight:
             if self._products is not None:
                 return self._products
-            assert self.inputs is not None
-            return torch.bmm(self._u().mT, self.inputs)
+            u, v = self._factors()
+            return torch.bmm(u.mT, v)
         return self._per_example_bias()
 
     def factor(self, param: nn.Parameter) -> Factor | None:
         if param is not self.weight or self.inputs is None:
             return None
-        return Factor(self._u(), self.inputs)
-
-    def purge(self, keep: Tensor) -> None:
-        for name in ("inputs", "grads", "_products", "_totals"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, kept_rows(tensor, keep))
+        return Factor(*self._factors())
 
     def _u(self) -> Tensor:
         assert self.grads is not None
         return self.grads
 
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Output gradients and inputs as ``(N, T, *)``."""
+        u, v = self._u(), self.inputs
+        assert v is not None
+        return (u.unsqueeze(1), v.unsqueeze(1)) if u.dim() == 2 else (u, v)
+
     def _per_example_bias(self) -> Tensor:
         if self._totals is None:
             u = self._u()
-            self._totals = u.flatten(1) if u.shape[1] == 1 else u.sum(1)
+            self._totals = u if u.dim() == 2 else u.sum(1)
         return self._totals
 
 
@@ -121,17 +133,12 @@ def linear(
             f"'{path}' got an input of shape {tuple(x.shape)}; expected (examples, ..., "
             f"{weight.shape[1]}): add the example dimension in front"
         )
-    shape = x.shape
-    flat = x if x.dim() == 2 else x.reshape(-1, shape[-1])
-    out = F.linear(flat, weight.detach(), None if bias is None else bias.detach())
-    out = tape.attach(out)
-    piece = LinearPiece(path, trained(weight), trained(bias), x)
-    tape.watch(piece, out)
-    if x.dim() == 2:
-        return out
-    # An alias that autograd does not count as a view: free to be changed in place later.
-    viewed: Tensor = torch.ops.aten._unsafe_view(out, [*shape[:-1], out.shape[-1]])
-    return viewed
+    fixed, shift = weight.detach(), None if bias is None else bias.detach()
+    rooted = not x.requires_grad
+    if rooted:
+        (fixed if shift is None else shift).requires_grad_()
+    out = F.linear(x, fixed, shift)
+    return tape.watch_op(LinearPiece(path, trained(weight), trained(bias), x), out, rooted)
 
 
 def forward_of(module: nn.Linear, tape: Tape, path: str) -> Callable[..., Tensor]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.contract import square_norm, upcast, weighted
+from diminuendo.training.clipping.contract import upcast, weighted
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Piece, Tape, kept_rows, trained
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows, trained
 
 
 class DirectPiece(Piece):
@@ -27,11 +27,11 @@ class DirectPiece(Piece):
         super().__init__(path, params, examples)
         self.values: dict[int, Tensor] = {}
 
-    def square_norms(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[int, Tensor]]:
+    def measure(self, wanted: set[int]) -> list[Report]:
         return [
-            (id(param), square_norm(self.values[id(param)]))
+            (id(param), Kind.ROWS, self.values[id(param)])
             for param in self.params
-            if id(param) in self.values and wanted(param)
+            if id(param) in self.values and id(param) in wanted
         ]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
@@ -47,15 +47,18 @@ class DirectPiece(Piece):
     def purge(self, keep: Tensor) -> None:
         self.values = {key: kept_rows(value, keep) for key, value in self.values.items()}
 
+    def release(self) -> None:
+        self.values = {}
+
 
 class RepeatedPiece(DirectPiece):
-    """An affine parameter that was repeated once for each example before use."""
+    """Affine parameters that were repeated once for each example before use."""
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
-        param, grad = self.params[0], grads[0]
-        if grad is not None:
-            self.values[id(param)] = upcast(grad).view(self.examples, *param.shape)
-        return grad is not None
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None:
+                self.values[id(param)] = upcast(grad).view(self.examples, *param.shape)
+        return bool(self.values)
 
 
 class AffinePiece(DirectPiece):
@@ -110,21 +113,25 @@ def group_norm_forward(
                 f"{channels}, ...): put the examples first and the channels second"
             )
         groups = module.num_groups if isinstance(module, nn.GroupNorm) else channels
-        affine: dict[str, Tensor | None] = {"weight": None, "bias": None}
-        for name in affine:
-            param = getattr(module, name)
+        affine: list[Tensor | None] = []
+        watched, positions = [], []
+        for position, param in enumerate((module.weight, module.bias), 1):
             if param is None:
+                affine.append(None)
                 continue
-            repeated = param.detach().repeat(examples)
+            repeated = param.detach().expand(examples, channels).reshape(-1)
+            if examples == 1:
+                repeated = repeated.clone()
             if param.requires_grad:
-                repeated = tape.attach(repeated)
-                tape.watch(RepeatedPiece(path, (param,), examples), repeated)
-            affine[name] = repeated
+                repeated.requires_grad_()
+                watched.append(param)
+                positions.append(position)
+            affine.append(repeated)
         flat = input.reshape(1, examples * channels, -1)
-        out = torch.group_norm(
-            flat, examples * groups, affine["weight"], affine["bias"], module.eps
-        )
-        shaped: Tensor = torch.ops.aten._unsafe_view(out, input.shape)
+        out = torch.group_norm(flat, examples * groups, affine[0], affine[1], module.eps)
+        if watched:  # the node of a group norm sends gradients to (input, weight, bias)
+            tape.watch_inputs(RepeatedPiece(path, watched, examples), out, tuple(positions))
+        shaped: Tensor = torch.ops.aten._unsafe_view.default(out, input.shape)
         return shaped
 
     return forward
@@ -151,15 +158,15 @@ def layer_norm_forward(
                 f"'{path}' got an input of shape {tuple(input.shape)}; expected (examples, ..., "
                 f"{', '.join(map(str, shape))}): add the example dimension in front"
             )
-        scale = module.weight.detach()
+        scale, rooted = module.weight.detach(), not input.requires_grad
+        if rooted:
+            scale.requires_grad_()
         if isinstance(module, nn.LayerNorm):
             shift = None if module.bias is None else module.bias.detach()
             out = F.layer_norm(input, shape, scale, shift, module.eps)
         else:
             out = F.rms_norm(input, shape, scale, module.eps)
-        out = tape.attach(out)
         weight, bias = trained(module.weight), trained(getattr(module, "bias", None))
-        tape.watch(AffinePiece(path, weight, bias, input, normalise), out)
-        return out
+        return tape.watch_op(AffinePiece(path, weight, bias, input, normalise), out, rooted)
 
     return forward
