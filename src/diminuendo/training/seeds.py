@@ -23,6 +23,9 @@ class Seeds:
 
     fixed: int | None = None
     _root: bytes = field(default=b"", repr=False, compare=False)
+    _made: dict[tuple[str, str], torch.Generator] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def make(cls, seed: int | None = None) -> Seeds:
@@ -38,10 +41,17 @@ class Seeds:
     def generator(
         self, purpose: str, step: int, device: torch.device | str = "cpu"
     ) -> torch.Generator:
-        """A fresh generator for one purpose ("sampling", "noise") in one step."""
+        """The generator for one purpose ("sampling", "noise") in one step, as if freshly made.
+
+        One object for each purpose and device is seeded anew: making one takes longer.
+        """
         label = f"{purpose} {step}".encode()
         digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        key = (purpose, str(device))
+        if key not in self._made:
+            self._made[key] = torch.Generator(device)
+        made = self._made[key]
+        return made.manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def shared(self, root: bytes) -> Seeds:
         """The same seeds on another rank."""

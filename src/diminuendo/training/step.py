@@ -201,12 +201,14 @@ class PrivateGradients:
     def _release(self, noise_std: float, sums: list[Tensor]) -> None:
         """Noise on the sum, once; then the public divisor; then p.grad."""
         flat = torch.cat([total.flatten() for total in sums])
+        scale = 1 / self.divisor
         if self.group.first:
             generator = self.seeds.generator("noise", self.step, flat.device)
-            noise = torch.empty_like(flat).normal_(0.0, noise_std, generator=generator)
-            flat += noise
+            noise = torch.empty_like(flat).normal_(0.0, noise_std * scale, generator=generator)
+            flat = noise.add_(flat, alpha=scale)
+        else:
+            flat *= scale
         self.group.sum(flat)
-        flat /= self.divisor
         self._released = torch.split(flat, [total.numel() for total in sums])
         for parameter, gradient in zip(self.engine.parameters, self._released, strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype)

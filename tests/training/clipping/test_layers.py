@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import engine.engine as core
 import pytest
 import torch
 from naive import compare
 from torch import Tensor, nn
 
+import diminuendo.training.clipping.engine as core
 from diminuendo.training.clipping.layers import conv
 
 randn = torch.randn

@@ -170,7 +170,7 @@ class Engine:
         norms, factors, finite = self._factors(groups, clip, losses)
         live, collected.live = collected.live, []
         if finite is None:
-            nonfinite = torch.zeros((), dtype=torch.int64, device=losses.device)
+            nonfinite = torch.zeros((), dtype=torch.int64)
         else:
             nonfinite = (~finite).sum()
             for piece in live:

@@ -117,7 +117,7 @@ def group_norm_forward(
         watched, positions = [], []
         for position, param in enumerate((module.weight, module.bias), 1):
             if param is None:
-                affine.append(None)
+                affine.append(None)  # type: ignore[unreachable]
                 continue
             repeated = param.detach().expand(examples, channels).reshape(-1)
             if examples == 1:
