@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,16 @@ class Spending(ABC):
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._granted: list[GaussianStep] = []
+        self._granted: list[tuple[float, float, int]] = []
         self.steps = 0
 
     @property
     def granted(self) -> tuple[GaussianStep, ...]:
         """Everything granted, in order, runs of equal steps gathered."""
-        return tuple(self._granted)
+        return tuple(
+            GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)
+            for sigma, rate, count in self._granted
+        )
 
     @abstractmethod
     def fits(self, event: GaussianStep) -> bool:
@@ -50,15 +52,14 @@ class Spending(ABC):
     def note(self, event: GaussianStep) -> None:
         """Record an event that was charged elsewhere (by the first of several ranks)."""
         self.steps += event.count
-        last = self._granted[-1] if self._granted else None
-        if last is not None and replace(last, count=event.count) == event:
-            self._granted[-1] = replace(last, count=last.count + event.count)
-        else:
-            self._granted.append(event)
+        sigma, rate, count = event.noise_multiplier, event.sampling_rate, event.count
+        if self._granted and self._granted[-1][:2] == (sigma, rate):
+            count += self._granted.pop()[2]
+        self._granted.append((sigma, rate, count))
 
     def epsilon(self) -> float:
         """A certified upper bound on what has been granted, at the budget's δ and relation."""
-        sigmas, rates = schedule(self._granted)
+        sigmas, rates = schedule(self.granted)
         if (rates == 1).all():
             spent = accounting.account.releases(sigmas, rates).spent if sigmas.size else 0.0
             return self.budget.epsilon_of(spent)
@@ -66,7 +67,7 @@ class Spending(ABC):
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""
-        return {"granted": [events.to_dict(event) for event in self._granted]}
+        return {"granted": [events.to_dict(event) for event in self.granted]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Charge again what a saved state had been granted."""
