@@ -258,3 +258,9 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 def test_lr_or_optimizer_is_needed() -> None:
     with pytest.raises(dim.InputError, match="lr"):
         fit(make_model(), make_data(), make_plan(), loss=LOSS, progress=False)
+
+
+def test_a_policy_cannot_be_resumed(tmp_path: Path) -> None:
+    spending = AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=4, delta=1e-5)))
+    with pytest.raises(dim.InputError, match="folder"):
+        run(make_model(), make_plan(), spending=spending, policy=lambda r: 9.0, folder=tmp_path)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from diminuendo import _validate
-from diminuendo.errors import BudgetRefused
+from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
@@ -68,6 +68,13 @@ def fit(
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
     folder        where checkpoints go, and where an interrupted run is taken up again
     """
+    if policy is not None and folder is not None:
+        raise InputError(
+            "left out with a policy",
+            name="folder",
+            value=str(folder),
+            remedy="What a policy would have chosen before a crash is not known after it.",
+        )
     private = PrivateGradients(
         model,
         plan,
