@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -237,11 +237,15 @@ def report(name: str, seconds: dict[str, list[float]], base: str) -> None:
 
 
 def memory(name: str, kind: str) -> None:
-    """Peak resident memory of a process that only runs one kind of step, in MiB."""
+    """Peak resident memory of a process that only runs one kind of step, in MiB.
+
+    From /proc, since getrusage carries the parent's peak over into a child.
+    """
     step = (plain_step if kind == "plain" else private_step)(name, "cpu")
     for _ in range(10):
         step()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    status = Path("/proc/self/status").read_text().splitlines()
+    print(next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024)
 
 
 def gpu_memory(name: str) -> None:
