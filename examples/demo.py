@@ -8,6 +8,7 @@ from pathlib import Path
 import diminuendo as dim
 from diminuendo.cli.options import print_table
 from diminuendo.report import figures
+from diminuendo.report.text import rounded_up
 
 OUT = Path("out")
 EXAMPLES, PARAMETERS, CLIP, STEPS, GAMMA = 1000, 71_010, 4.0, 100, 0.98
@@ -53,7 +54,7 @@ def main() -> None:
                 f"{plan.budget.R:.5f}",
                 f"{plan.sigmas[0]:.2f}",
                 f"{plan.sigmas[-1]:.2f}",
-                f"{plan.epsilon:.6f}",
+                rounded_up(plan.epsilon),
                 f"{plan.noise_ratio:.3f}",
             ]
             for name, plan in plans.items()

@@ -128,9 +128,19 @@ def _replace(target: Path, text: str) -> None:
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
             temporary.replace(target)
+            sync_folder(target.parent)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def make_folder(path: str | Path) -> Path:

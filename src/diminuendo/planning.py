@@ -365,9 +365,18 @@ def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
     best = min(candidates, key=lambda sigmas: float(np.sum(q * sigmas**2)))
     noise = float(np.sum(q * best**2))
     for _ in range(_ROUNDS):
-        price = price_curve(best, budget.delta, sampling_rate)
-        spent = float(np.sum(price(best)))
-        shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
+        try:
+            price = price_curve(best, budget.delta, sampling_rate)
+            spent = float(np.sum(price(best)))
+            shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
+        except InputError:
+            warnings.warn(
+                "No price of a step could be found around this schedule: it is the better of "
+                "uniform noise and the 1/σ² rule, and may not be the best.",
+                PlanWarning,
+                stacklevel=5,
+            )
+            break
         sigmas = calibrate(shape, budget, sampling_rate)
         left = float(np.sum(q * sigmas**2))
         if left < noise:

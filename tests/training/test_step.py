@@ -301,3 +301,15 @@ def test_eval_mode_is_refused() -> None:
     x, y = make_data()
     with pytest.raises(EngineError, match="eval mode"):
         private.backward(LOSS(model(x), y))
+
+
+def test_a_loss_that_cannot_be_used_costs_nothing() -> None:
+    model, (x, y) = make_model(), make_data()
+    private = PrivateGradients(model, make_plan())
+    for bx, by in private.batches((x, y)):
+        with pytest.raises(EngineError, match="one loss per example"):
+            private.backward(LOSS(model(bx), by).mean())
+        assert private.spending.steps == 0
+        private.backward(LOSS(model(bx), by))
+        assert private.spending.steps == 1
+        break

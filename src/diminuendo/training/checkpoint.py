@@ -109,6 +109,7 @@ class Checkpoint:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, self.path)
+        _files.sync_folder(self.folder)
 
     def load(self) -> dict[str, Any] | None:
         """The saved state, or None where there is none. Runs no code from the file."""

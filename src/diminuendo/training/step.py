@@ -175,6 +175,7 @@ class PrivateGradients:
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
+        self.engine.check_losses(losses)
         part, self._part = self._part, None
         if part is None:
             part = self._own_batch(losses)

@@ -143,7 +143,7 @@ class Engine:
         ``engine.zeros()``) the sums are added into those buffers, which are also returned. An
         example whose norm is not finite contributes exactly zero.
         """
-        self._check_losses(losses)
+        self.check_losses(losses)
         device = losses.device.type
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
@@ -214,7 +214,8 @@ class Engine:
             for param, total in zip(params, sums, strict=True)
         ]
 
-    def _check_losses(self, losses: Tensor) -> None:
+    def check_losses(self, losses: Tensor) -> None:
+        """Raise where ``clipped_sum`` could not work with these losses; changes nothing."""
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise EngineError(
