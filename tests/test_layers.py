@@ -24,11 +24,12 @@ BEFORE = {
 BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
 BEFORE["training"] = {*CORE}
+BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
 BEFORE["cli"] = {*BEFORE}
 GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report")}
-"""`Plan.summary` reaches forward for its words, inside the function, when a person asks."""
+LATE = {("planning", "report"), ("spending", "ledger")}
+"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL."""
 
 
 def room(module: str) -> str:

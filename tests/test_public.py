@@ -15,6 +15,8 @@ NAMES = {
     "DiminuendoError",
     "GaussianStep",
     "InputError",
+    "Ledger",
+    "LedgerError",
     "Plan",
     "PlanWarning",
     "SchemaError",
@@ -24,6 +26,7 @@ NAMES = {
     "delta",
     "epsilon",
     "influence",
+    "ledger",
     "plan",
     "schedules",
 }

@@ -9,12 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diminuendo import accounting, bounds, influence, schedules
+    from diminuendo import accounting, bounds, influence, ledger, schedules
     from diminuendo.accounting.account import delta, epsilon
     from diminuendo.accounting.calibrate import calibrate
     from diminuendo.budget import Budget
-    from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, SchemaError
+    from diminuendo.errors import (
+        BudgetRefused,
+        DiminuendoError,
+        InputError,
+        LedgerError,
+        SchemaError,
+    )
     from diminuendo.events import GaussianStep
+    from diminuendo.ledger import Ledger
     from diminuendo.planning import Plan, PlanWarning, plan
 
 __version__ = "0.1.0"
@@ -25,6 +32,8 @@ _HOMES = {
     "DiminuendoError": "errors",
     "GaussianStep": "events",
     "InputError": "errors",
+    "Ledger": "ledger",
+    "LedgerError": "errors",
     "Plan": "planning",
     "PlanWarning": "planning",
     "SchemaError": "errors",
@@ -33,7 +42,7 @@ _HOMES = {
     "epsilon": "accounting.account",
     "plan": "planning",
 }
-_MODULES = ("accounting", "bounds", "influence", "schedules")
+_MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
 
 __all__ = [
     "Budget",
@@ -41,6 +50,8 @@ __all__ = [
     "DiminuendoError",
     "GaussianStep",
     "InputError",
+    "Ledger",
+    "LedgerError",
     "Plan",
     "PlanWarning",
     "SchemaError",
@@ -50,6 +61,7 @@ __all__ = [
     "delta",
     "epsilon",
     "influence",
+    "ledger",
     "plan",
     "schedules",
 ]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,22 @@ def _is_number(cell: str) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part.
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    write_lines(path, [text])
+
+
+def write_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """`write_text` for what is too long to hold at once.
 
     A link is followed, and what is no regular file (a pipe, a device) is written to as it is.
     """
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            with target.open("w", encoding="utf-8") as handle:
+                handle.writelines(lines)
             return
-        _replace(target, text)
+        _replace(target, lines)
     except OSError as error:
         raise InputError(
             "a file that can be written",
@@ -115,13 +122,13 @@ def write_text(path: str | Path, text: str) -> None:
         ) from None
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, lines: Iterable[str]) -> None:
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
     ) as handle:
         temporary = Path(handle.name)
         try:
-            handle.write(text)
+            handle.writelines(lines)
             handle.flush()
             os.fsync(handle.fileno())
             umask = os.umask(0)
@@ -129,7 +136,7 @@ def _replace(target: Path, text: str) -> None:
             temporary.chmod(0o666 & ~umask)
             temporary.replace(target)
             sync_folder(target.parent)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
 

@@ -3,7 +3,8 @@
     DiminuendoError
     ├── InputError       wrong use or bad input            (exit code 2; also a ValueError)
     │   └── SchemaError  a file of another schema version
-    └── BudgetRefused    more was asked than is left       (exit code 3)
+    ├── BudgetRefused    more was asked than is left       (exit code 3)
+    └── LedgerError      the ledger is away, full, damaged (exit code 1)
 
 An InputError says what was expected, of which name, what came instead, and what to do about it.
 Raised before anything has changed: no state is half-done when one of these reaches the caller.
@@ -41,3 +42,7 @@ class SchemaError(InputError):
 
 class BudgetRefused(DiminuendoError):
     """The request would spend more privacy than there is left."""
+
+
+class LedgerError(DiminuendoError):
+    """The ledger cannot answer, or its records do not hold together."""

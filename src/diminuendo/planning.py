@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -94,9 +94,14 @@ class Plan:
         return hash(self.digest)
 
     @property
+    def rates(self) -> Vector:
+        """The sampling rate of each step."""
+        return np.full(self.steps, self.sampling_rate)
+
+    @property
     def events(self) -> tuple[events.GaussianStep, ...]:
         """What the run will release, with runs of equal steps gathered."""
-        return events.from_schedule(self.sigmas, np.full(self.steps, self.sampling_rate))
+        return events.from_schedule(self.sigmas, self.rates)
 
     def _content(self) -> dict[str, Any]:
         content = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -165,6 +170,22 @@ class Plan:
                 remedy="Plan again with this version.",
             )
         return plan
+
+    def louder(self, factor: float) -> Plan:
+        """The same plan with every σ × factor: for a budget of which some is spent.
+
+        The bound cannot be taken apart again, so it grows by factor² as a whole: from above.
+        """
+        factor = _validate.real("factor", factor, at_least=1)
+        sigmas = self.sigmas * factor
+        return replace(
+            self,
+            sigmas=sigmas,
+            epsilon=_account(sigmas, self.budget, self.sampling_rate),
+            erub=self.erub * factor**2,
+            noise_ratio=self.noise_ratio * factor**2,
+            assumptions=(*self.assumptions, f"Every σ was multiplied by {factor:g}."),
+        )
 
     def summary(self) -> str:
         """A page for people."""

@@ -37,6 +37,16 @@ class Spending(ABC):
             for sigma, rate, count in self._granted
         )
 
+    def begin(self) -> None:  # noqa: B027
+        """Called once before the first request, by the first of several ranks."""
+
+    def end(self, reason: str = "done") -> None:  # noqa: B027
+        """Called once at a clean end, by the first of several ranks; `reason` is recorded."""
+
+    def cite(self) -> dict[str, Any]:
+        """Where the spending is on record, so that a claim can be checked later."""
+        return {}
+
     @abstractmethod
     def fits(self, event: GaussianStep) -> bool:
         """Whether a request would be granted now. Changes nothing."""
@@ -56,6 +66,13 @@ class Spending(ABC):
         if self._granted and self._granted[-1][:2] == (sigma, rate):
             count += self._granted.pop()[2]
         self._granted.append((sigma, rate, count))
+
+    def skip(self, event: GaussianStep) -> None:
+        """Charge a step that may have been released before a crash and is not taken again."""
+        self.request(event)
+
+    def not_released_from(self, step: int) -> None:  # noqa: B027
+        """Told after `restore` and `begin`: from this step on nothing can have been released."""
 
     def epsilon(self) -> float:
         """A certified upper bound on what has been granted, at the budget's δ and relation."""
@@ -105,6 +122,10 @@ class PlanSpending(Spending):
         return self._is_next(event)
 
     def _charge(self, event: GaussianStep) -> None:
+        self.check(event)
+
+    def check(self, event: GaussianStep) -> None:
+        """Raise BudgetRefused where the event is not the plan's next."""
         if self.steps + event.count > self.plan.steps:
             raise BudgetRefused(
                 f"The plan's {self.plan.steps} steps are spent ({self.steps} granted, "
@@ -140,3 +161,26 @@ class AdaptiveSpending(Spending):
         would not be covered; the filter's guarantee is.
         """
         return self.budget.epsilon if self._granted else 0.0
+
+
+class NotedSpending(Spending):
+    """The record of a rank that does not ask: the first of several asks for all."""
+
+    def fits(self, event: GaussianStep) -> bool:
+        raise NotImplementedError(f"the first rank is asked whether {event} fits")
+
+    def _charge(self, event: GaussianStep) -> None:
+        raise NotImplementedError(f"the first rank is asked for {event}")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for data in state["granted"]:
+            self.note(events.from_dict(data))
+
+
+def from_ledger(url: str | None, name: str, plan: Plan | None, *, data: Any = None) -> Spending:
+    """A ledger's budget behind this seam; `data` is checked to be the budget's."""
+    from diminuendo.ledger import Ledger, LedgerSpending, identify
+
+    ledger = Ledger(url)
+    known = data is not None and ledger.status(name).terms.data is not None
+    return LedgerSpending(ledger, name, plan, data=identify(data) if known else None)

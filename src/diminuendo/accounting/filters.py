@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Self, cast
 
@@ -32,7 +32,7 @@ from diminuendo.budget import Budget, Conversion, Relation
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
-_UNIT = 1 << 200
+UNIT = 1 << 200
 """Costs are whole multiples of 2⁻²⁰⁰, rounded up: sums are exact, in any order, reloaded or not."""
 
 
@@ -43,26 +43,24 @@ class _Filter(ABC):
 
     def __init__(self, budget: Budget, limit: float) -> None:
         self.budget = budget
-        self._limit = math.floor(Fraction(limit) * _UNIT)
+        self.limit = math.floor(Fraction(limit) * UNIT)
         self._spent = 0
 
     @abstractmethod
-    def _cost(self, step: GaussianStep) -> Fraction: ...
+    def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        """What each event costs (all `count` of it), in units of 2⁻²⁰⁰, rounded up."""
 
     @abstractmethod
     def _terms(self) -> dict[str, Any]: ...
 
-    def _units(self, step: GaussianStep) -> int:
-        return step.count * math.ceil(self._cost(step) * _UNIT)
-
     def fits(self, step: GaussianStep) -> bool:
         """Whether `request` would say yes. Changes nothing."""
-        return self._spent + self._units(step) <= self._limit
+        return self._spent + self.costs([step])[0] <= self.limit
 
     def request(self, step: GaussianStep) -> bool:
         """Yes: the step is charged (all `count` of it) and may be taken. No: nothing changes."""
-        cost = self._units(step)
-        if self._spent + cost > self._limit:
+        cost = self.costs([step])[0]
+        if self._spent + cost > self.limit:
             return False
         self._spent += cost
         return True
@@ -70,7 +68,7 @@ class _Filter(ABC):
     @property
     def spent(self) -> float:
         """The share of the limit that is spent, in [0, 1]."""
-        return float(Fraction(self._spent, self._limit))
+        return float(Fraction(self._spent, self.limit))
 
     def state(self) -> dict[str, Any]:
         """Everything that `from_state` needs, as JSON: the budget's terms and what is spent."""
@@ -101,7 +99,7 @@ class _Filter(ABC):
         except (KeyError, TypeError) as error:
             raise InputError("complete", name="the filter's state", value=str(error)) from None
         spent = str(state.get("spent"))
-        if not (spent.isascii() and spent.isdecimal()) or int(spent) > made._limit:
+        if not (spent.isascii() and spent.isdecimal()) or int(spent) > made.limit:
             raise InputError("a whole number within the limit", name="spent", value=spent)
         made._spent = int(spent)
         return made
@@ -119,15 +117,20 @@ class GaussianFilter(_Filter):
     def __init__(self, budget: Budget) -> None:
         super().__init__(budget, budget.mu**2 * (1 - 1e-15))
 
-    def _cost(self, step: GaussianStep) -> Fraction:
-        if step.sampling_rate != 1:
-            raise InputError(
-                "1 for the Gaussian filter",
-                name="sampling_rate",
-                value=step.sampling_rate,
-                remedy="Use a RenyiFilter for subsampled steps.",
-            )
-        return (Fraction(self.budget.sensitivity) / Fraction(step.noise_multiplier)) ** 2
+    def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        scale = UNIT * int(self.budget.sensitivity) ** 2
+        found = []
+        for step in steps:
+            if step.sampling_rate != 1:
+                raise InputError(
+                    "1 for the Gaussian filter",
+                    name="sampling_rate",
+                    value=step.sampling_rate,
+                    remedy="Use a RenyiFilter for subsampled steps.",
+                )
+            over, under = step.noise_multiplier.as_integer_ratio()
+            found.append(step.count * -(-scale * under**2 // over**2))
+        return found
 
     def _terms(self) -> dict[str, Any]:
         return {}
@@ -162,16 +165,23 @@ class RenyiFilter(_Filter):
             )
         super().__init__(budget, limit * (1 - 1e-12))
 
-    def _cost(self, step: GaussianStep) -> Fraction:
-        sigma = np.array([step.noise_multiplier])
-        cost = float(renyi.divergence(self.order, sigma, step.sampling_rate)[0])
-        if not math.isfinite(cost):
+    def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        sigmas = np.array([step.noise_multiplier for step in steps])
+        rates = np.array([step.sampling_rate for step in steps])
+        each = np.empty_like(sigmas)
+        for rate in np.unique(rates):
+            same = rates == rate
+            each[same] = renyi.divergence(self.order, sigmas[same], float(rate))
+        if not np.isfinite(each).all():
             raise InputError(
                 "large enough for a finite price",
                 name="noise_multiplier",
-                value=step.noise_multiplier,
+                value=float(sigmas[~np.isfinite(each)][0]),
             )
-        return Fraction(cost)
+        return [
+            step.count * math.ceil(Fraction(cost) * UNIT)
+            for step, cost in zip(steps, each.tolist(), strict=True)
+        ]
 
     def _terms(self) -> dict[str, Any]:
         return {"order": self.order}

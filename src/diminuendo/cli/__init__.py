@@ -1,6 +1,7 @@
 """The command line: it wires parts and holds no mathematics.
 
-Exit codes: 0 done, 2 wrong use or bad input, 3 refused for lack of budget.
+Exit codes: 0 done, 2 wrong use or bad input, 3 refused for lack of budget; 1 where a ledger cannot
+answer or does not hold together.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import warnings
 import typer
 
 from diminuendo import __version__
-from diminuendo.cli import account, bounds, budget, plan, train
-from diminuendo.errors import BudgetRefused, DiminuendoError
+from diminuendo.cli import account, bounds, budget, ledger, plan, train
+from diminuendo.errors import BudgetRefused, DiminuendoError, LedgerError
 from diminuendo.planning import PlanWarning
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train):
+for _command in (budget, account, plan, bounds, train, ledger):
     _command.register(app)
 
 
@@ -68,5 +69,7 @@ def _run(given: list[str]) -> int:
         return 130
     except DiminuendoError as error:
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, LedgerError):
+            return 1
         return 3 if isinstance(error, BudgetRefused) else 2
     return int(code or 0) if given else 2

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -19,8 +19,9 @@ from diminuendo import _validate
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
-from diminuendo.spending import Spending
+from diminuendo.spending import NotedSpending, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Identity
+from diminuendo.training.distributed import Group
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
 
@@ -39,6 +40,8 @@ class Result:
     delta: float
     relation: str
     private: bool
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """Where the spending is on record: ledger, budget, run and chain head."""
 
 
 def fit(
@@ -52,6 +55,8 @@ def fit(
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     clip: ClipRule | None = None,
     spending: Spending | None = None,
+    ledger: str | None = None,
+    budget: str | None = None,
     policy: Policy | None = None,
     micro_batch: int | None = None,
     seed: int | None = None,
@@ -66,6 +71,7 @@ def fit(
 
     loss          gives one loss per example: reduction="none"
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
+    ledger        URL of a ledger, and `budget` the name of the budget there that pays
     folder        where checkpoints go, and where an interrupted run is taken up again
     """
     if policy is not None and folder is not None:
@@ -75,6 +81,8 @@ def fit(
             value=str(folder),
             remedy="What a policy would have chosen before a crash is not known after it.",
         )
+    if ledger is not None or budget is not None:
+        spending = _from_ledger(ledger, budget, plan, policy, spending, data)
     private = PrivateGradients(
         model,
         plan,
@@ -91,7 +99,33 @@ def fit(
     )
     run = _Run(private, steps_by, lr_scheduler, _checkpoint(folder, private), checkpoint_every)
     run.resume()
-    return run.train(data, loss, device, workers, progress, after_step)
+    try:
+        result = run.train(data, loss, device, workers, progress, after_step)
+    except BaseException as error:
+        run.end(type(error).__name__)
+        raise
+    run.end(result.status)
+    return replace(result, ledger=private.spending.cite())
+
+
+def _from_ledger(
+    url: str | None,
+    name: str | None,
+    plan: Plan,
+    policy: Policy | None,
+    spending: Spending | None,
+    data: Any,
+) -> Spending:
+    if name is None or spending is not None:
+        raise InputError(
+            "given with a ledger, instead of a spending",
+            name="budget",
+            value=name,
+            remedy='fit(..., ledger="ledger.sqlite", budget="patients").',
+        )
+    if not Group.current().first:
+        return NotedSpending(plan.budget)
+    return from_ledger(url, name, plan if policy is None else None, data=data)
 
 
 def _checkpoint(folder: str | Path | None, private: PrivateGradients) -> Checkpoint | None:
@@ -118,11 +152,12 @@ class _Run:
 
     def resume(self) -> None:
         """Take up the checkpoint; what was reserved after it stays spent, unless it is replayed."""
+        private = self.private
         if self.checkpoint is None:
+            self._begin()
             return
         state = self.checkpoint.load()
         self.reserved = self.checkpoint.reserved()
-        private = self.private
         if state is not None:
             private.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -130,8 +165,18 @@ class _Run:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
             private.spending.restore(state["spending"])
             private.step = state["step"]
+        self._begin()
+        private.spending.not_released_from(self.reserved if private.private else private.step)
         if private.private:
             private.skip_to(self.reserved)
+
+    def _begin(self) -> None:
+        self.private.group.agree(self.private.spending.begin)
+
+    def end(self, reason: str) -> None:
+        """What was granted and not asked for goes back."""
+        if self.private.group.first:
+            self.private.spending.end(reason)
 
     def train(
         self,
@@ -176,8 +221,8 @@ class _Run:
             private.step,
             private.spending.granted,
             private.spending.epsilon(),
-            private.plan.budget.delta,
-            private.plan.budget.relation,
+            private.spending.budget.delta,
+            private.spending.budget.relation,
             private.private,
         )
 

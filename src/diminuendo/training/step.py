@@ -218,7 +218,8 @@ class PrivateGradients:
     def skip_to(self, step: int) -> None:
         """Steps that may have been released before a crash: spent, and not taken again."""
         while self.step < min(step, self.plan.steps):
-            self.spending.request(self._next_event())
+            count = self.spending.skip if self.group.first else self.spending.note
+            count(self._next_event())
             self.step += 1
 
     def _own_batch(self, losses: Tensor) -> _Part:

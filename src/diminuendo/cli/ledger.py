@@ -1,0 +1,382 @@
+"""diminuendo ledger"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from diminuendo import _files, _validate
+from diminuendo import ledger as ledgers
+from diminuendo.cli.options import (
+    AsJson,
+    ConversionName,
+    Delta,
+    Epsilon,
+    RelationName,
+    make_budget,
+    print_json,
+    print_table,
+)
+from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
+from diminuendo.ledger import Ledger, Run, Status
+from diminuendo.ledger.process import assumption
+from diminuendo.report.text import rounded_up
+
+app = typer.Typer(
+    help="Budgets that belong to data: who spent what, what is left.\n\n"
+    "Example: diminuendo ledger create patients --epsilon 4 --delta 1e-8 --data train.npz",
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--ledger",
+        envvar="DIMINUENDO_LEDGER",
+        show_envvar=True,
+        help="A path, sqlite:///path or postgresql://…; a file in your data folder unless given.",
+    ),
+]
+Name = Annotated[str, typer.Argument(help="The budget's name.")]
+RunId = Annotated[str, typer.Argument(help="The run's id.")]
+_BAR = 20
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="ledger")
+
+
+@contextmanager
+def _watching(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while something long goes on; nothing where nobody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _budget_facts(status: Status) -> dict[str, Any]:
+    left = status.left
+    return {
+        **status.terms.to_dict(),
+        "spent": status.spent,
+        "epsilon_spent": status.epsilon,
+        "epsilon_left": 0.0 if left is None else left.epsilon,
+    }
+
+
+def _run_facts(run: Run, status: Status) -> dict[str, Any]:
+    return {
+        "run": run.id,
+        "budget": run.budget,
+        "status": run.status,
+        "label": run.opened["label"],
+        "by": run.opened["by"],
+        "host": run.opened["host"],
+        "granted": run.granted,
+        "started": run.started,
+        "confirmed": run.confirmed,
+        "spent": run.spent_units / status.terms.limit,
+    }
+
+
+def _bar(spent: float) -> str:
+    full = min(round(spent * _BAR), _BAR)
+    return "█" * full + "░" * (_BAR - full) + f" {max(1 - spent, 0):.1%} left"
+
+
+def _row(status: Status) -> list[str]:
+    terms = status.terms
+    left = status.left
+    return [
+        terms.name,
+        f"({terms.budget.epsilon:g}, {terms.budget.delta:g})",
+        terms.composition if terms.order is None else f"renyi, order {terms.order}",
+        terms.unit,
+        rounded_up(status.epsilon),
+        "0" if left is None else f"{left.epsilon:.4g}",
+        _bar(status.spent),
+    ]
+
+
+_COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "ε spent", "ε left", ""]
+
+
+def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> None:
+    if as_json:
+        print_json(_budget_facts(status))
+        return
+    print_table(f"{words} ({ledger.address})", _COLUMNS, [_row(status)])
+
+
+@app.command("create")
+def create(
+    name: Name,
+    epsilon: Epsilon,
+    delta: Delta,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Files or folders that are the data; repeatable.")
+    ] = None,
+    digest: Annotated[str | None, typer.Option(help="The data's identity, if known.")] = None,
+    unit: Annotated[str, typer.Option(help="What one record is: example, patient, …")] = "example",
+    composition: Annotated[
+        str, typer.Option(help="gaussian (full batch, exact) or renyi (also subsampled).")
+    ] = "gaussian",
+    order: Annotated[int | None, typer.Option(help="Rényi order, for renyi.")] = None,
+    typical_sigma: Annotated[float, typer.Option(help="σ of steps to choose the order by.")] = 1.0,
+    typical_rate: Annotated[
+        float, typer.Option(help="Sampling rate of steps to choose the order by.")
+    ] = 0.01,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Allow a second budget for the same data.")
+    ] = False,
+    relation: RelationName = "add-remove",
+    conversion: ConversionName = "exact",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a budget; the same one again changes nothing.
+
+    Example: diminuendo ledger create patients --epsilon 4 --delta 1e-8 --data train.npz
+    """
+    if data and digest is None:
+        with _watching("reading the data") as progress:
+            files = data if len(data) > 1 else data[0]
+            digest = ledgers.identify(files, progress=progress)
+    ledger = Ledger(url)
+    status = ledger.create(
+        name,
+        make_budget(epsilon, delta, relation, conversion),
+        data=digest,
+        unit=unit,
+        composition=composition,
+        order=order,
+        typical=GaussianStep(noise_multiplier=typical_sigma, sampling_rate=typical_rate),
+        beside=beside,
+    )
+    _print_budget(ledger, status, as_json, "Budget")
+
+
+@app.command("list")
+def list_budgets(url: Url = None, as_json: AsJson = False) -> None:
+    """All budgets and what is left of each.
+
+    Example: diminuendo ledger list
+    """
+    ledger = Ledger(url)
+    found = ledger.budgets()
+    if as_json:
+        print_json(
+            {"ledger": ledger.address, "budgets": [_budget_facts(status) for status in found]}
+        )
+    else:
+        print_table(f"Budgets in {ledger.address}", _COLUMNS, [_row(status) for status in found])
+
+
+@app.command("show")
+def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
+    """A budget, its runs, and the end of the chain to cite.
+
+    Example: diminuendo ledger show patients
+    """
+    ledger = Ledger(url)
+    status, runs, head = ledger.status(name), ledger.runs(name), ledger.head
+    facts = [_run_facts(run, status) for run in runs]
+    if as_json:
+        print_json({**_budget_facts(status), "runs": facts, "head": asdict(head)})
+        return
+    _print_budget(ledger, status, False, "Budget")
+    if facts:
+        print_table(
+            "Runs",
+            ["run", "label", "by", "status", "granted", "started", "confirmed", "spent"],
+            [
+                [
+                    fact["run"],
+                    fact["label"] or "-",
+                    fact["by"],
+                    fact["status"],
+                    *(str(fact[key]) for key in ("granted", "started", "confirmed")),
+                    f"{fact['spent']:.2%}",
+                ]
+                for fact in facts
+            ],
+        )
+    print(f"data: {status.terms.data or 'not identified'}")
+    print(f"head: {head.digest} (record {head.seq})")
+
+
+@app.command("charge")
+def charge(
+    name: Name,
+    sigma: Annotated[float, typer.Option(help="Noise multiplier of the steps.")],
+    steps: Annotated[int, typer.Option(help="How many.")] = 1,
+    sampling_rate: Annotated[float, typer.Option(help="Poisson rate; 1 is full batch.")] = 1.0,
+    label: Annotated[str, typer.Option(help="What it was for.")] = "",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Charge a release that another program makes. Refused with exit code 3 where it does not fit.
+
+    Example: diminuendo ledger charge patients --sigma 20 --steps 10 --label "summary statistics"
+    """
+    ledger = Ledger(url)
+    event = GaussianStep(noise_multiplier=sigma, sampling_rate=sampling_rate, count=steps)
+    run = ledger.charge(name, [event], label=label)
+    status = ledger.status(name)
+    if as_json:
+        print_json({**_run_facts(run, status), "budget": _budget_facts(status)})
+    else:
+        _print_budget(ledger, status, False, f"Charged, as run {run.id}")
+
+
+@app.command("release")
+def release(
+    run: RunId,
+    unreleased: Annotated[
+        bool,
+        typer.Option(
+            "--unreleased", help="Also: nobody has seen anything of the steps not confirmed."
+        ),
+    ] = False,
+    by: Annotated[str, typer.Option(help="Who says so; your user name unless given.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """After a crash: give back what the run cannot have released.
+
+    Example: diminuendo ledger release 1f0c2a7d9b3e4f56
+    """
+    ledger = Ledger(url)
+    before = ledger.run(run)
+    if not yes:
+        print(f"This assumes that {assumption(before, unreleased)}.", flush=True)
+        typer.confirm("Is that so?", abort=True, err=True)
+    after = ledger.release(run, by=by, unreleased=unreleased)
+    status = ledger.status(after.budget)
+    facts = _run_facts(after, status)
+    facts["returned"] = (before.spent_units - after.spent_units) / status.terms.limit
+    if as_json:
+        print_json(facts)
+    else:
+        _print_budget(ledger, status, False, f"Returned {facts['returned']:.2%}")
+
+
+@app.command("verify")
+def verify(
+    cited: Annotated[
+        list[str] | None, typer.Option(help="A head that a report cites; repeatable.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every record, the chain, and what they add up to; exit code 1 where it does not hold.
+
+    Example: diminuendo ledger verify --cited sha256:…
+    """
+    ledger = Ledger(url)
+    with _watching("verifying") as progress:
+        found = ledgers.verify(ledger, cited=cited or (), progress=progress)
+    if as_json:
+        print_json({"ledger": ledger.address, **asdict(found)})
+    else:
+        print(
+            f"{ledger.address} holds together: {found.records} records, {found.budgets} budgets, "
+            f"{found.runs} runs, {found.steps} steps.\nhead: {found.head.digest}"
+        )
+
+
+@app.command("export")
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")],
+    name: Annotated[
+        str | None, typer.Option("--budget", help="For dp-accounting: which budget's events.")
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", help="jsonl (the whole chain) or dp-accounting.")
+    ] = "jsonl",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the ledger as JSON Lines, or a budget's events for dp-accounting.
+
+    Example: diminuendo ledger export -o ledger.jsonl
+    """
+    ledger = Ledger(url)
+    _validate.choice("--format", kind, ("jsonl", "dp-accounting"))
+    with _watching("exporting") as progress:
+        if kind == "jsonl":
+            count = ledgers.export(ledger, output, progress=progress)
+        else:
+            if name is None:
+                raise InputError("given for dp-accounting", name="--budget", value=None)
+            events = ledgers.to_dp_accounting(ledger, name)
+            _files.write_text(output, json.dumps(_nested(events)))
+            count = len(events.events)
+    facts = {"output": str(output), "format": kind, "records": count}
+    print_json(facts) if as_json else print(f"{count} records written to {output}")
+
+
+def _nested(event: Any) -> Any:
+    """A dp-accounting event as JSON: its class and its fields."""
+    if isinstance(event, (list, tuple)):
+        return [_nested(one) for one in event]
+    if not hasattr(event, "__attrs_attrs__"):
+        return event
+    fields = {a.name: _nested(getattr(event, a.name)) for a in event.__attrs_attrs__}
+    return {"class": type(event).__name__, **fields}
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(help="What `ledger export` wrote.")],
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Allow a second budget for the same data.")
+    ] = False,
+    overspend: Annotated[
+        bool, typer.Option("--overspend", help="Record spending that goes over the budget.")
+    ] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Charge here what another ledger has spent. Raises no budget.
+
+    Example: diminuendo ledger import ledger.jsonl
+    """
+    ledger = Ledger(url)
+    with _watching("importing") as progress:
+        found = ledgers.import_file(
+            ledger, path, beside=beside, overspend=overspend, progress=progress
+        )
+    if as_json:
+        print_json({"imported": [asdict(one) for one in found]})
+        return
+    for one in found:
+        made = "made, with the terms it had there" if one.created else "was here"
+        print(f"{one.budget}: {made}; {one.steps} steps, {one.spent:.2%} of it charged")
+
+
+@app.command("identify")
+def identify(
+    paths: Annotated[list[Path], typer.Argument(help="Files or folders.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print the identity of data, as a budget keeps it.
+
+    Example: diminuendo ledger identify train.npz
+    """
+    with _watching("reading the data") as progress:
+        found = ledgers.identify(paths if len(paths) > 1 else paths[0], progress=progress)
+    print_json({"data": found}) if as_json else print(found)

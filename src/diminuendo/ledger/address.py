@@ -1,0 +1,138 @@
+"""Where a ledger lives: one URL, read without ever showing what is secret in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from diminuendo.errors import InputError
+
+VARIABLE = "DIMINUENDO_LEDGER"
+_SHARED = ("nfs", "cifs", "smb", "9p", "afs", "afp", "ceph", "lustre", "gpfs", "glusterfs",
+           "pvfs", "orangefs", "ncpfs", "davfs", "webdav", "sshfs", "s3fs", "gcsfuse", "rclone",
+           "moosefs", "ocfs2", "gfs2", "virtiofs", "vboxsf", "prl_fs", "beegfs")  # fmt: skip
+_WORDS = "sqlite:///path/to/ledger.sqlite, a path, or postgresql://user@host/database"
+
+
+def default() -> str:
+    """$DIMINUENDO_LEDGER, or a SQLite file in the user's data folder."""
+    given = os.environ.get(VARIABLE)
+    return given if given else str(_data_folder() / "diminuendo" / "ledger.sqlite")
+
+
+def _data_folder() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support"
+    if os.name == "nt":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+
+
+def parse(text: str | Path) -> URL:
+    """The URL, with the driver that this library uses. Errors do not repeat it."""
+    if isinstance(text, Path) or "://" not in text:
+        path = Path(text).expanduser()
+        if str(text).startswith("sqlite:") or not path.name:
+            raise InputError(_WORDS, name="the ledger's URL", value=str(text))
+        return URL.create("sqlite", database=str(path))
+    try:
+        url = make_url(text)
+        backend = url.get_backend_name()
+    except (ArgumentError, ValueError):
+        raise InputError(_WORDS, name="the ledger's URL", value="what cannot be read") from None
+    if backend in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    if backend != "sqlite" or not url.database or url.database == ":memory:":
+        raise InputError(_WORDS, name="the ledger's URL", value=f"a {backend} URL")
+    return url.set(drivername="sqlite")
+
+
+def shown(url: URL) -> str:
+    """The URL for people: no password, and no option, since options can hold one."""
+    bare = url.set(password=None, query={})
+    return bare.set(drivername=url.get_backend_name()).render_as_string()
+
+
+def secrets(url: URL) -> list[str]:
+    """What must not appear in a message."""
+    values = [url.password, *(v for key, v in url.query.items() if "pass" in key.lower())]
+    return [str(value) for value in values if value]
+
+
+def file_of(url: URL) -> Path | None:
+    """The SQLite file; None where there is none to make (PostgreSQL, or a file: URI)."""
+    if url.get_backend_name() != "sqlite" or str(url.database).startswith("file:"):
+        return None
+    return Path(str(url.database)).absolute()
+
+
+def make_file(path: Path) -> None:
+    """Create the ledger's file, readable by its owner alone; refuse a shared file system."""
+    kind = file_system(path)
+    if kind is not None and _is_shared(kind):
+        raise InputError(
+            "on a local disk",
+            name="the ledger's file",
+            value=str(path),
+            remedy=f"It lies on a network file system ({kind}), where the locks that keep two "
+            "programs from spending the same budget cannot be relied on. Use a local path, or "
+            "PostgreSQL.",
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except PermissionError:
+        if not path.exists():
+            raise _unusable(path, "Permission denied") from None
+    except OSError as error:
+        raise _unusable(path, error.strerror) from None
+
+
+def _unusable(path: Path, reason: str | None) -> InputError:
+    return InputError(
+        "a file that can be made and written",
+        name="the ledger",
+        value=str(path),
+        remedy=f"({reason})",
+    )
+
+
+def _is_shared(kind: str) -> bool:
+    names = kind.lower().split(".")
+    return any(name.startswith(shared) for name in names for shared in _SHARED)
+
+
+def file_system(path: Path) -> str | None:
+    """The type of the file system that a path is on; None where it cannot be told."""
+    real = Path(os.path.realpath(path))
+    mounts = _mounts()
+    at = [where for where in mounts if real.is_relative_to(where)]
+    return mounts[max(at, key=lambda where: len(where.parts))] if at else None
+
+
+def _mounts() -> dict[Path, str]:
+    table = Path("/proc/self/mountinfo")
+    if table.exists():
+        found = {}
+        for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            left, _, right = line.partition(" - ")
+            where = left.split()[4].encode().decode("unicode_escape", errors="replace")
+            found[Path(where)] = right.split()[0]
+        return found
+    if sys.platform == "darwin":
+        return _mac_mounts(subprocess.run(["mount"], capture_output=True, text=True).stdout)
+    return {}
+
+
+def _mac_mounts(listing: str) -> dict[Path, str]:
+    found = {}
+    for line in listing.splitlines():
+        _, _, rest = line.partition(" on ")
+        where, _, kind = rest.rpartition(" (")
+        found[Path(where)] = kind.split(",")[0].rstrip(")")
+    return found

@@ -1,0 +1,228 @@
+"""Out of a ledger and into another: JSON Lines of the whole chain, or dp-accounting's events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from diminuendo import _files
+from diminuendo.errors import BudgetRefused, InputError, LedgerError, SchemaError
+from diminuendo.events import GaussianStep
+from diminuendo.ledger import schema
+from diminuendo.ledger.book import Ledger
+from diminuendo.ledger.identity import Progress, silent
+from diminuendo.ledger.records import Record, canonical, unpack
+from diminuendo.ledger.replay import Replay
+from diminuendo.ledger.rows import (
+    add_budget,
+    all_terms,
+    budget_in,
+    refuse_second,
+    same_terms,
+    set_budget,
+)
+from diminuendo.ledger.store import Change, record_of
+from diminuendo.ledger.terms import Terms
+
+SCHEMA, VERSION = "diminuendo.ledger", 1
+
+
+def export(ledger: Ledger, path: str | Path, *, progress: Progress = silent) -> int:
+    """Write every record, one JSON object a line, after a line that says what this is."""
+    head = ledger.head
+    first = {"schema": SCHEMA, "version": VERSION, "ledger": head.ledger, "seq": head.seq,
+             "digest": head.digest}  # fmt: skip
+
+    def lines() -> Iterator[str]:
+        yield canonical(first) + "\n"
+        for record in ledger.records(upto=head.seq):
+            yield canonical(record.to_dict()) + "\n"
+            progress(record.seq, head.seq)
+
+    _files.write_lines(path, lines())
+    return head.seq
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did to one budget."""
+
+    budget: str
+    created: bool
+    steps: int
+    spent: float
+
+
+def import_file(
+    ledger: Ledger,
+    path: str | Path,
+    *,
+    beside: bool = False,
+    overspend: bool = False,
+    progress: Progress = silent,
+) -> list[Imported]:
+    """Charge here what was spent there: another ledger's export, verified before it is believed.
+
+    A budget that is not here is made, with the terms it had there; one that is here must have the
+    same terms. Importing a longer export of the same ledger again charges only what is new.
+    What is open there counts as spent. Nothing is given back by an import.
+
+    overspend  record spending that goes over the budget: it has happened
+    """
+    origin, replay, heads = _read(Path(path), progress)
+    if origin == ledger.head.ledger:
+        raise InputError(
+            "another ledger's", name="the import", value=str(path), remedy="This is its own export."
+        )
+    found = []
+    for name, terms in replay.terms.items():
+        body = {
+            "origin": origin,
+            "seq": replay.seq,
+            "digest": replay.digest,
+            "terms": json.loads(canonical(terms.to_dict())),
+            "total": str(replay.spent[name]),
+            "steps_total": replay.steps[name],
+            "overspend": overspend,
+        }
+        found.append(_import(ledger, terms, body, heads, beside))
+    return found
+
+
+def _import(
+    ledger: Ledger, terms: Terms, body: Mapping[str, Any], heads: Mapping[int, str], beside: bool
+) -> Imported:
+    name, origin = terms.name, str(body["origin"])
+    created = name not in {status.terms.name for status in ledger.budgets()}
+
+    def work(change: Change) -> Record:
+        last = _last_import(change.connection, name, origin)
+        if last is not None and heads.get(last.body["seq"]) != last.body["digest"]:
+            raise InputError(
+                "a continuation of what was imported before",
+                name="the import",
+                value=f"a chain in which record {last.body['seq']} is another",
+                remedy="One of the two files is not what that ledger wrote.",
+            )
+        if created:
+            refuse_second(all_terms(change.connection).values(), terms, beside)
+            add_budget(change.connection, terms)
+        status = budget_in(change.connection, name)
+        same_terms(status.terms, terms)
+        before = 0 if last is None else int(last.body["total"])
+        cost = max(int(body["total"]) - before, 0)
+        steps = max(body["steps_total"] - (0 if last is None else last.body["steps_total"]), 0)
+        if status.spent_units + cost > terms.limit and not body["overspend"]:
+            raise BudgetRefused(
+                f"What was spent there does not fit beside what was spent here of {name!r}. If it "
+                "has happened, it should be on record: import with overspend=True (--overspend)."
+            )
+        set_budget(change.connection, status, status.spent_units + cost)
+        return change.append(
+            "import", budget=name, run=origin, body={**body, "cost": str(cost), "steps": steps}
+        )
+
+    record = ledger.changing(work)
+    return Imported(name, created, record.body["steps"], int(record.body["cost"]) / terms.limit)
+
+
+def _last_import(connection: Connection, name: str, origin: str) -> Record | None:
+    row = connection.execute(
+        select(schema.records)
+        .where(
+            schema.records.c.run == origin,
+            schema.records.c.kind == "import",
+            schema.records.c.budget == name,
+        )
+        .order_by(schema.records.c.seq.desc())
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else record_of(row)
+
+
+def _read(path: Path, progress: Progress) -> tuple[str, Replay, dict[int, str]]:
+    """The origin, the verified sums, and the digest at every record."""
+    replay, heads = Replay(), {}
+    try:
+        with path.open(encoding="utf-8-sig") as handle:
+            header = _header(handle.readline(), path)
+            for number, line in enumerate(handle, start=2):
+                data = _files.parse_json(line, name=f"line {number}", source=str(path))
+                replay.feed(data)
+                heads[replay.seq] = replay.digest
+                progress(replay.seq, header["seq"])
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InputError(
+            "a readable export", name="the import", value=str(path), remedy=f"({reason})"
+        ) from None
+    except (LedgerError, KeyError, TypeError) as error:
+        raise InputError(
+            "an export as a ledger wrote it", name="the import", value=str(path),
+            remedy=str(error),
+        ) from None  # fmt: skip
+    if (replay.seq, replay.digest) != (header["seq"], header["digest"]):
+        raise InputError(
+            f"{header['seq']} records long", name="the import", value=replay.seq,
+            remedy="The file was cut off: export it again.",
+        )  # fmt: skip
+    return str(header["ledger"]), replay, heads
+
+
+def _header(line: str, path: Path) -> dict[str, Any]:
+    header = _files.parse_json(line, name="the import", source=str(path))
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        raise InputError(
+            f'a file whose first line has "schema": "{SCHEMA}"',
+            name="the import",
+            value=str(path),
+            remedy="`diminuendo ledger export` writes one.",
+        )
+    if header.get("version") != VERSION:
+        raise SchemaError(
+            f"of version {VERSION}",
+            name="the import",
+            value=header.get("version"),
+            remedy="pip install --upgrade diminuendo.",
+        )
+    return header
+
+
+def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
+    """Every event that was granted on a budget and not returned, in order."""
+    runs = {run.id: run for run in ledger.runs(name)}
+    found = []
+    for record in ledger.records():
+        if record.kind == "grant" and record.run in runs:
+            run, at = runs[record.run], int(record.body["first"])
+            ended = run.status != "open"
+            for event in unpack(record.body["events"]):
+                kept = min(event.count, run.started - at) if ended else event.count
+                if kept > 0:
+                    found.append(GaussianStep(
+                        noise_multiplier=event.noise_multiplier,
+                        sampling_rate=event.sampling_rate, count=kept))  # fmt: skip
+                at += event.count
+    return found
+
+
+def to_dp_accounting(ledger: Ledger, name: str) -> Any:
+    """The budget's events as a dp_accounting.DpEvent, for other accountants to judge."""
+    try:
+        import dp_accounting as dp
+    except ImportError:
+        raise InputError(
+            "installed", name="dp-accounting", value=None, remedy="pip install dp-accounting."
+        ) from None
+    composed = []
+    for event in granted_events(ledger, name):
+        one = dp.GaussianDpEvent(event.noise_multiplier)
+        if event.sampling_rate < 1:
+            one = dp.PoissonSampledDpEvent(event.sampling_rate, one)
+        composed.append(dp.SelfComposedDpEvent(one, event.count))
+    return dp.ComposedDpEvent(composed)

@@ -1,0 +1,110 @@
+"""The append-only record: every entry carries the digest of the one before it.
+
+digest_n = SHA-256(canonical JSON of (seq, at, kind, budget, run, token, body, digest_{n−1})). A
+change, a deletion in the middle or another order breaks the chain where it happened. That the
+*end* was cut off shows only against a head that was kept elsewhere: every report cites one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
+
+START = "sha256:" + "0" * 64
+"""What the first record follows."""
+
+KINDS = ("create", "open", "grant", "start", "close", "release", "import")
+
+
+def canonical(value: Any) -> str:
+    """One spelling for one value: what is hashed and stored."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One entry. `token` is the asker's own name for it, so that asking twice is asking once."""
+
+    seq: int
+    at: str
+    kind: str
+    budget: str
+    run: str
+    token: str
+    body: Mapping[str, Any]
+    previous: str
+    digest: str
+
+    @classmethod
+    def link(
+        cls,
+        *,
+        seq: int,
+        at: str,
+        kind: str,
+        budget: str,
+        run: str,
+        token: str,
+        body: Mapping[str, Any],
+        previous: str,
+    ) -> Record:
+        digest = digest_of(seq, at, kind, budget, run, token, canonical(body), previous)
+        return cls(
+            seq=seq,
+            at=at,
+            kind=kind,
+            budget=budget,
+            run=run,
+            token=token,
+            body=body,
+            previous=previous,
+            digest=digest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seq": self.seq,
+            "at": self.at,
+            "kind": self.kind,
+            "budget": self.budget,
+            "run": self.run,
+            "token": self.token,
+            "body": self.body,
+            "previous": self.previous,
+            "digest": self.digest,
+        }
+
+
+def digest_of(
+    seq: int, at: str, kind: str, budget: str, run: str, token: str, body: str, previous: str
+) -> str:
+    """The record's digest; `body` is text already, as it is stored."""
+    text = canonical([seq, at, kind, budget, run, token, body, previous])
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def pack(events: Sequence[GaussianStep]) -> list[list[float | int]]:
+    """Events in a record: [noise multiplier, sampling rate, count] each."""
+    return [[e.noise_multiplier, e.sampling_rate, e.count] for e in events]
+
+
+def unpack(rows: Any) -> list[GaussianStep]:
+    try:
+        return [
+            GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)
+            for sigma, rate, count in rows
+        ]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            "[noise multiplier, sampling rate, count] each", name="events", value=rows
+        ) from None

@@ -1,0 +1,163 @@
+"""The sums of a chain of records, computed from the records alone, each checked as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diminuendo.errors import DiminuendoError, LedgerError
+from diminuendo.ledger.records import START, canonical, digest_of, unpack
+from diminuendo.ledger.room import refund_of
+from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED
+from diminuendo.ledger.terms import Terms
+
+_SLACK = 45
+"""Another machine's Rényi prices may differ from ours in their last bits."""
+
+
+@dataclass
+class Account:
+    """A run, as the records tell it."""
+
+    budget: str
+    status: str = OPEN
+    granted: int = 0
+    started: int = 0
+    confirmed: int = 0
+    spent: int = 0
+    grants: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Grants of confirmed steps cannot be returned any more."""
+        while self.grants and self.grants[0]["first"] + self.grants[0]["steps"] <= self.confirmed:
+            del self.grants[0]
+
+
+class Replay:
+    """Feed it records in order; it holds what they add up to, and raises at the first bad one."""
+
+    def __init__(self) -> None:
+        self.seq, self.digest = 0, START
+        self.terms: dict[str, Terms] = {}
+        self.spent: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
+        self.runs: dict[str, Account] = {}
+
+    def feed(self, row: Mapping[str, Any]) -> None:
+        where = f"record {row['seq']} ({row['kind']} at {row['at']})"
+        if row["seq"] != self.seq + 1:
+            raise LedgerError(
+                f"Record {self.seq + 1} is missing or out of place: after record {self.seq} comes "
+                f"{where}."
+            )
+        body = row["body"] if isinstance(row["body"], str) else canonical(row["body"])
+        digest = digest_of(
+            row["seq"],
+            row["at"],
+            row["kind"],
+            row["budget"],
+            row["run"],
+            row["token"],
+            body,
+            row["previous"],
+        )
+        if row["previous"] != self.digest:
+            raise LedgerError(f"The chain breaks before {where}: it does not follow the last one.")
+        if digest != row["digest"]:
+            raise LedgerError(f"{where.capitalize()} was changed: its digest does not match.")
+        try:
+            self._apply(row["kind"], row["budget"], row["run"], _parsed(row["body"]))
+        except LedgerError as error:
+            raise LedgerError(f"{where.capitalize()} is wrong: {error}") from None
+        except (DiminuendoError, KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"{where.capitalize()} makes no sense: {error}") from None
+        self.seq, self.digest = row["seq"], digest
+
+    def _apply(self, kind: str, budget: str, run: str, body: Mapping[str, Any]) -> None:
+        if kind == "create":
+            _require(budget not in self.terms, "its budget was made before")
+            self._create(budget, Terms.from_dict(body["terms"]))
+        elif kind == "import":
+            if budget not in self.terms:
+                self._create(budget, Terms.from_dict(body["terms"]))
+            self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
+            self.steps[budget] += int(body["steps"])
+        elif kind == "open":
+            _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
+            self.runs[run] = Account(budget)
+        else:
+            account = self.runs[run]
+            _require(account.status == OPEN and account.budget == budget, "its run is not open")
+            {
+                "grant": self._grant,
+                "start": self._start,
+                "close": self._end,
+                "release": self._end,
+            }[kind](kind, account, body)
+
+    def _create(self, name: str, terms: Terms) -> None:
+        _require(terms.name == name, "its terms are of another budget")
+        self.terms[name], self.spent[name], self.steps[name] = terms, 0, 0
+
+    def _spend(self, budget: str, cost: int, *, over: bool = False) -> None:
+        _require(cost >= 0, "its cost is negative")
+        self.spent[budget] += cost
+        within = self.spent[budget] <= self.terms[budget].limit
+        _require(over or within, "it goes over the budget")
+
+    def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+        del kind
+        terms, events = self.terms[account.budget], unpack(body["events"])
+        cost, steps = int(body["cost"]), sum(event.count for event in events)
+        _require(cost >= _almost(sum(terms.costs(events))), "it cost less than its events do")
+        _require((body["first"], body["steps"]) == (account.granted, steps), "its steps differ")
+        self._spend(account.budget, cost)
+        self.steps[account.budget] += steps
+        account.spent += cost
+        account.granted += steps
+        account.confirmed = int(body["confirmed"])
+        if body["started"]:
+            account.started = account.granted
+        account.grants.append(body)
+        account.forget()
+        _require(account.confirmed <= account.started, "it confirms what was not started")
+
+    def _start(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+        del kind
+        upto, confirmed = int(body["upto"]), int(body["confirmed"])
+        _require(account.started <= upto <= account.granted, "it starts what was not granted")
+        _require(account.confirmed <= confirmed <= account.started, "it confirms too much")
+        account.started, account.confirmed = upto, confirmed
+        account.forget()
+
+    def _end(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+        used, returned = int(body["used"]), int(body["returned"])
+        terms = self.terms[account.budget]
+        _require(account.confirmed <= used <= account.started, "it returns what was used")
+        unused = sum(refund_of(terms, grant, used) for grant in account.grants)
+        _require(0 <= returned <= unused + (unused >> _SLACK), "it returns more than is unused")
+        account.spent -= returned
+        self.spent[account.budget] -= returned
+        self.steps[account.budget] -= account.granted - used
+        account.started = used
+        if kind == "close":
+            account.confirmed = used
+        account.status = CLOSED if kind == "close" else RELEASED
+        account.grants = []
+
+
+def _almost(cost: int) -> int:
+    return cost - (cost >> _SLACK)
+
+
+def _parsed(body: Any) -> Mapping[str, Any]:
+    found = json.loads(body) if isinstance(body, str) else body
+    _require(isinstance(found, Mapping), "its body is no object")
+    return dict(found)
+
+
+def _require(good: bool, words: str) -> None:
+    if not good:
+        raise LedgerError(words)

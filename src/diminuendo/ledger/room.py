@@ -1,0 +1,95 @@
+"""What there is room for: what can be granted, what would fit, what goes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from diminuendo.errors import BudgetRefused
+from diminuendo.events import GaussianStep
+from diminuendo.ledger.records import unpack
+from diminuendo.ledger.rows import Status
+from diminuendo.ledger.terms import Terms
+
+
+def affordable(
+    status: Status, asked: list[GaussianStep], most: bool
+) -> tuple[list[GaussianStep], int]:
+    """What can be granted and its cost; BudgetRefused where that is not enough."""
+    costs = status.terms.costs(asked)
+    room = status.terms.limit - status.spent_units
+    if sum(costs) <= room:
+        return asked, sum(costs)
+    if not most:
+        raise BudgetRefused(_refusal(status, asked, sum(costs)))
+    given, spent = [], 0
+    for event, cost in zip(asked, costs, strict=True):
+        count = min(event.count, (room - spent) // (cost // event.count))
+        if count > 0:
+            given.append(replace(event, count=count))
+            spent += count * (cost // event.count)
+        if count < event.count:
+            break
+    if not given:
+        raise BudgetRefused(_refusal(status, asked[:1], costs[0]))
+    return given, spent
+
+
+def _refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
+    name, left = status.terms.name, status.left
+    share = float(Fraction(cost, status.terms.limit))
+    epsilon = 0.0 if left is None else left.epsilon
+    steps = sum(event.count for event in asked)
+    words = (
+        f"The budget {name!r} has {max(1 - status.spent, 0):.3%} left "
+        f"(ε = {math.floor(epsilon * 1e4) / 1e4:g} at δ = {status.terms.budget.delta:g}); "
+        f"asked for were {steps} steps, which cost {share:.3%} of it."
+    )
+    try:
+        factor = louder_by(status, asked)
+    except BudgetRefused:
+        return f"{words} Nothing is left to plan with."
+    return (
+        f"{words} The same steps with every σ × {math.ceil(factor * 1e3) / 1e3:g} would fit "
+        "(Ledger.fitting); or plan with what is left (Ledger.remaining)."
+    )
+
+
+def louder_by(status: Status, events: Sequence[GaussianStep]) -> float:
+    """The least factor on every σ (to 1e-9) with which the events fit; 1 where they fit as is."""
+    terms, room = status.terms, status.terms.limit - status.spent_units
+
+    def fits(factor: float) -> bool:
+        louder = [replace(e, noise_multiplier=e.noise_multiplier * factor) for e in events]
+        return sum(terms.costs(louder)) <= room
+
+    if fits(1.0):
+        return 1.0
+    if room <= 0:
+        raise BudgetRefused(f"Nothing is left of the budget {terms.name!r}.")
+    low, high = 1.0, 2.0
+    while not fits(high):
+        low, high = high, high * 2
+        if high > 1e12:
+            raise BudgetRefused(f"Too little is left of the budget {terms.name!r} for any plan.")
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def refund_of(terms: Terms, grant: Mapping[str, Any], used: int) -> int:
+    """What of a grant's cost goes back when the run's steps from `used` on were not taken."""
+    first, cost = int(grant["first"]), int(grant["cost"])
+    if used <= first:
+        return cost
+    unused, at = [], first
+    for event in unpack(grant["events"]):
+        over = min(at + event.count - used, event.count)
+        if over > 0:
+            unused.append(replace(event, count=over))
+        at += event.count
+    return min(terms.refund(sum(terms.costs(unused))), cost) if unused else 0

@@ -1,0 +1,156 @@
+"""What a budget was made with. It never changes: the records would not mean the same any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from diminuendo import _validate
+from diminuendo.accounting import renyi
+from diminuendo.accounting.filters import UNIT, GaussianFilter, RenyiFilter
+from diminuendo.budget import Budget
+from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
+
+COMPOSITIONS = ("gaussian", "renyi")
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """A name, whose data, what is protected, (ε, δ), and how steps add up.
+
+    composition  "gaussian": full-batch steps, exact. "renyi": full-batch and Poisson-subsampled
+                 steps, at one Rényi order that is fixed here.
+    data         the identity of the data (`identify`), or None where nobody said
+    unit         what one record is: an example, a patient, a household
+    """
+
+    name: str
+    budget: Budget
+    data: str | None = None
+    unit: str = "example"
+    composition: str = "gaussian"
+    order: int | None = None
+
+    def __post_init__(self) -> None:
+        text("name", self.name)
+        text("unit", self.unit)
+        _validate.choice("composition", self.composition, COMPOSITIONS)
+        if self.data is not None:
+            _identity(self.data)
+        if (self.order is None) != (self.composition == "gaussian"):
+            raise InputError(
+                "given with the Rényi composition, and only there",
+                name="order",
+                value=self.order,
+            )
+        self.filter  # noqa: B018  an order that leaves nothing to spend is refused here
+
+    @cached_property
+    def filter(self) -> GaussianFilter | RenyiFilter:
+        """The price list and the limit; what is spent is in the ledger."""
+        if self.order is None:
+            return GaussianFilter(self.budget)
+        return RenyiFilter(self.budget, order=self.order)
+
+    @property
+    def limit(self) -> int:
+        return self.filter.limit
+
+    def costs(self, events: Sequence[GaussianStep]) -> list[int]:
+        return self.filter.costs(events)
+
+    def refund(self, cost: int) -> int:
+        """What returning part of a grant gives back.
+
+        Gaussian prices are exact. A Rényi price is a float, and another machine's may differ in
+        its last digits, so that a billionth of it is kept.
+        """
+        return cost if self.order is None else cost - (cost >> 30)
+
+    def left(self, spent: int) -> Budget | None:
+        """What is left, as a budget of the same δ; None where that is less than any ε > 0.
+
+        Gaussian: exactly what a plan may use. Rényi: steps whose divergence at the order fits
+        are private to this; `Ledger.fitting` makes a plan's noise fit.
+        """
+        if spent == 0:
+            return self.budget
+        room = max(self.limit - spent, 0)
+        try:
+            if self.order is None:
+                mu = math.sqrt(Fraction(room, UNIT)) * (1 - 1e-12)
+                R = (mu / self.budget.sensitivity) ** 2
+                epsilon = self.budget.epsilon_of(R)
+            else:
+                offset = renyi.offset(self.order, self.budget.delta)
+                epsilon = (float(Fraction(room, UNIT)) + offset) * (1 - 1e-12) if room else 0.0
+            return Budget(
+                epsilon=epsilon,
+                delta=self.budget.delta,
+                relation=self.budget.relation,
+                conversion=self.budget.conversion,
+            )
+        except InputError:
+            return None
+
+    def epsilon_spent(self, spent: int) -> float:
+        """A certified ε of everything charged so far, at the budget's δ and relation."""
+        if spent <= 0:
+            return 0.0
+        if self.order is None:
+            R = float(np.nextafter(float(Fraction(spent, UNIT)), math.inf))
+            return self.budget.epsilon_of(R / self.budget.sensitivity**2 * (1 + 1e-12))
+        offset = renyi.offset(self.order, self.budget.delta)
+        return max(float(Fraction(spent, UNIT)) * (1 + 1e-12) + offset, 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Terms:
+        names = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            raise InputError("an object with a budget's terms", name="terms", value=data)
+        try:
+            return cls(**{**data, "budget": Budget(**data["budget"])})
+        except TypeError:
+            raise InputError("of the right types", name="terms", value=data) from None
+
+
+def text(name: str, value: Any, *, empty: bool = False) -> str:
+    """A line of text that people can read: names, units, notes."""
+    good = (
+        isinstance(value, str)
+        and (empty or value.strip() != "")
+        and len(value) <= _LONGEST_NAME
+        and value.isprintable()
+    )
+    if not good:
+        raise InputError(
+            f"a line of at most {_LONGEST_NAME} printable characters", name=name, value=value
+        )
+    return str(value)
+
+
+def _identity(value: Any) -> None:
+    digits = str(value).removeprefix("sha256:")
+    if (
+        not isinstance(value, str)
+        or not value.startswith("sha256:")
+        or len(digits) != 64
+        or set(digits) - set("0123456789abcdef")
+    ):
+        raise InputError(
+            "sha256: and 64 hexadecimal digits",
+            name="data",
+            value=value,
+            remedy="`diminuendo ledger identify FILE` prints it.",
+        )
