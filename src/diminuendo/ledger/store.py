@@ -17,6 +17,7 @@ import sqlite3
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -72,6 +73,7 @@ class Store:
         self._sqlite = url.get_backend_name() == "sqlite"
         self._pid = os.getpid()
         self._engine = self._make_engine()
+        weakref.finalize(self, self._engine.dispose)
 
     def _make_engine(self) -> Engine:
         arguments: dict[str, Any] = (

@@ -1,0 +1,202 @@
+"""Full disks, damaged files, servers that go away: a clear error or a correct wait."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledgers import in_child, new_database, running_server, step
+
+from diminuendo import Budget, InputError, Ledger, LedgerError
+from diminuendo.ledger import verify
+
+BUDGET = Budget(epsilon=4, delta=1e-8)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.create("b", BUDGET)
+    return path
+
+
+def test_a_full_disk_loses_nothing_and_grants_nothing(file: Path, tmp_path: Path) -> None:
+    """The child may write no file beyond a size, as on a full disk; it notes what was granted."""
+    granted = tmp_path / "granted"
+
+    def fill() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        size = 400_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        ledger = Ledger(file, patience=1)
+        run = ledger.open_run("b")
+        count = 0
+        try:
+            while True:
+                ledger.grant(run.id, [step(1e6 + count + i) for i in range(50)])
+                count += 50
+        except LedgerError as error:
+            os.write(handle, f"{count}\n{error}".encode())
+
+    handle = os.open(granted, os.O_CREAT | os.O_WRONLY)
+    child = in_child(fill)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    count, words = granted.read_text().split("\n")
+    assert int(count) > 0
+    assert "could not be used" in words
+    with Ledger(file) as ledger:
+        assert verify(ledger).steps == ledger.runs("b")[0].granted >= int(count)
+        ledger.grant(ledger.runs("b")[0].id, [step()])
+
+
+def test_a_file_that_cannot_be_written(file: Path) -> None:
+    with pytest.raises(LedgerError, match="readonly"):
+        Ledger(f"sqlite:///file:{file}?mode=ro&uri=true", patience=1).open_run("b")
+    with Ledger(file) as ledger:
+        assert ledger.runs() == []
+
+
+def test_a_damaged_file(file: Path) -> None:
+    with Ledger(file) as ledger:
+        run = ledger.open_run("b")
+        for i in range(200):
+            ledger.grant(run.id, [step(1e4 + i)])
+    size = file.stat().st_size
+    with file.open("r+b") as handle:
+        handle.seek(size // 3)
+        handle.write(os.urandom(size // 3))
+    with pytest.raises(LedgerError):
+        verify(Ledger(file, patience=1))
+
+
+def test_what_is_no_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("These are not records. " * 1000)
+    with pytest.raises(LedgerError, match="Is this path a ledger"):
+        Ledger(path)
+    assert path.read_text().startswith("These")
+    with pytest.raises(InputError, match="can be made"):
+        Ledger(path / "below")
+    with pytest.raises(InputError, match="can be made"):
+        Ledger(tmp_path)
+
+
+def test_a_ledger_that_somebody_holds(file: Path) -> None:
+    import sqlite3
+
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with Ledger(file, patience=0.3) as ledger:
+        assert ledger.status("b").spent == 0
+        with pytest.raises(LedgerError, match="Another program holds it"):
+            ledger.open_run("b")
+        other.execute("COMMIT")
+        ledger.open_run("b")
+    other.close()
+
+
+def test_a_clock_that_jumps_backwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datetime
+
+    class Past(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Past:
+            return cls(1970, 1, 1, tzinfo=tz)
+
+    with Ledger(url) as ledger:
+        ledger.create("b", BUDGET)
+        run = ledger.open_run("b")
+        ledger.grant(run.id, [step()])
+        with monkeypatch.context() as patch:
+            patch.setattr("diminuendo.ledger.store.datetime.datetime", Past)
+            ledger.grant(run.id, [step()])
+        ledger.grant(run.id, [step()])
+        assert [r.at[:4] == "1970" for r in ledger.records()] == [False, False, False, True, False]
+        assert verify(ledger).steps == 3
+
+
+@pytest.fixture
+def own_server() -> Iterator[Any]:
+    """A server that a test may stop."""
+    with running_server() as made:
+        yield made
+
+
+def postmaster(server: Any) -> int:
+    return int((Path(server.pgdata) / "postmaster.pid").read_text().split()[0])
+
+
+def test_a_server_that_goes_away_and_comes_back(own_server: Any) -> None:
+    url = new_database(own_server.get_uri())
+    with Ledger(url, patience=30) as ledger:
+        ledger.create("b", BUDGET)
+        run = ledger.open_run("b")
+        ledger.grant(run.id, [step()])
+        own_server.stop()
+        with pytest.raises(LedgerError, match="could not be used"):
+            _impatient(url)
+        back = threading.Timer(1.0, own_server.ensure_postgres_running)
+        back.start()
+        ledger.grant(run.id, [step()])
+        back.join()
+        assert ledger.run(run.id).granted == 2
+        verify(ledger)
+
+
+def _impatient(url: str) -> None:
+    Ledger(url, patience=0.5)
+
+
+def test_a_server_killed_in_the_middle(own_server: Any) -> None:
+    """Backends die with the server; every grant that was answered is there afterwards."""
+    url = new_database(own_server.get_uri())
+    with Ledger(url, patience=30) as ledger:
+        ledger.create("b", BUDGET)
+        run = ledger.open_run("b")
+        granted = 0
+        for _ in range(2):
+            pid = postmaster(own_server)
+            threading.Timer(0.05, os.kill, (pid, signal.SIGQUIT)).start()
+            back = threading.Timer(1.0, own_server.ensure_postgres_running)
+            back.start()
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                ledger.grant(run.id, [step(1e4)])
+                granted += 1
+            back.join()
+        assert ledger.run(run.id).granted == granted
+        assert verify(ledger).steps == granted
+
+
+def test_a_server_that_hangs(own_server: Any) -> None:
+    url = new_database(own_server.get_uri())
+    with Ledger(url, patience=1.0) as ledger:
+        ledger.create("b", BUDGET)
+        run = ledger.open_run("b")
+        backends = _children(postmaster(own_server))
+        for pid in (postmaster(own_server), *backends):
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            with pytest.raises(LedgerError, match="could not be used"):
+                ledger.grant(run.id, [step()])
+            assert time.monotonic() - begun < 30
+        finally:
+            for pid in (*backends, postmaster(own_server)):
+                os.kill(pid, signal.SIGCONT)
+        ledger.grant(run.id, [step()], token="again")
+        assert ledger.run(run.id).granted in (1, 2)
+        verify(ledger)
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
