@@ -26,7 +26,8 @@ CORE = {*BEFORE}
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
-BEFORE["cli"] = {*BEFORE}
+BEFORE["adapters"] = {*BEFORE}
+BEFORE["cli"] = {*BEFORE} - {"adapters"}
 GROUND = {"errors", "_validate", "_files"}
 LATE = {("planning", "report"), ("spending", "ledger")}
 """Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL."""

@@ -23,7 +23,7 @@ from diminuendo.report import run as run_report
 if TYPE_CHECKING:
     from diminuendo.training import Result
 
-_SECTIONS = {"model", "data", "plan", "budget", "training", "output"}
+_SECTIONS = {"model", "data", "plan", "budget", "ledger", "training", "output"}
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +52,8 @@ def train(
       path = "train.npz"                # arrays x and y; or factory = "module:function"
       [plan]
       path = "plan.json"                # or a [budget] and the arguments of dim.plan here
+      [ledger]
+      budget = "patients"               # who pays; url = "…" unless it is the default ledger
       [training]
       loss = "torch.nn:CrossEntropyLoss"
       optimizer = "torch.optim:SGD"
@@ -94,6 +96,8 @@ def train(
         seed=training.get("seed"),
         workers=training.get("workers", 0),
         device=training.get("device"),
+        ledger=_ledger(settings).get("url"),
+        budget=_ledger(settings).get("budget"),
         folder=output / "checkpoint",
         checkpoint_every=training.get("checkpoint_every", 50),
         progress=not as_json,
@@ -210,6 +214,15 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, examples: int) 
             value=sorted(section),
             remedy=f"({error})",
         ) from None
+
+
+def _ledger(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    section: Mapping[str, str] = settings.get("ledger", {})
+    if "ledger" in settings and "budget" not in section:
+        raise InputError(
+            "there", name="ledger.budget", value=None, remedy="Which of the ledger's budgets pays?"
+        )
+    return section
 
 
 def _mean_loss(model: Any, data: Any, loss: Callable[..., Any]) -> float:

@@ -36,6 +36,11 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
         f"- Claim: {claim}",
         f"- Plan: {run['plan']}",
     ]
+    if run.get("ledger"):
+        lines.append(
+            "- On record: run {run} on the budget {budget!r} of {address}; the chain then ended "
+            "at record {record}, {head}".format(**run["ledger"])
+        )
     if "training_loss" in run:
         lines.append(f"- Mean training loss (not covered by the claim): {run['training_loss']:.6g}")
     lines += ["", "Not covered by the claim:", "", *(f"- {words}" for words in run["not_covered"])]

@@ -82,6 +82,13 @@ def fit(
             remedy="What a policy would have chosen before a crash is not known after it.",
         )
     if ledger is not None or budget is not None:
+        if seed is not None:
+            raise InputError(
+                "left out with a ledger",
+                name="seed",
+                value=seed,
+                remedy="A seeded run is not private: no budget can pay for it.",
+            )
         spending = _from_ledger(ledger, budget, plan, policy, spending, data)
     private = PrivateGradients(
         model,

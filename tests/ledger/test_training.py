@@ -1,0 +1,179 @@
+"""Training that a ledger pays for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import diminuendo as dim
+from diminuendo import Budget, BudgetRefused, InputError, Ledger
+from diminuendo.ledger import LedgerSpending, identify, verify
+from diminuendo.training import PrivateGradients, Released, fit
+
+N, STEPS = 30, 24
+BUDGET = Budget(epsilon=4, delta=1e-5)
+
+
+def plan(budget: Budget = BUDGET, steps: int = STEPS) -> dim.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dim.PlanWarning)
+        return dim.plan(budget, examples=N, parameters=15, steps=steps)
+
+
+def data() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+def train(url: str, made: dim.Plan, **options: Any) -> Any:
+    loss = nn.CrossEntropyLoss(reduction="none")
+    settings = {"loss": loss, "lr": 0.5, "progress": False, "budget": "b", **options}
+    return fit(nn.Linear(4, 3), data(), made, ledger=url, **settings)
+
+
+def test_a_run_is_charged_and_cites_the_chain(ledger: Ledger, url: str) -> None:
+    ledger.create("b", BUDGET, data=identify(data()))
+    result = train(url, plan())
+    assert (result.status, result.steps) == ("done", STEPS)
+    run = ledger.run(result.ledger["run"])
+    assert (run.status, run.granted, run.confirmed) == ("closed", STEPS, STEPS)
+    assert run.opened["plan"] == plan().digest
+    assert result.ledger["head"] == ledger.head.digest
+    verify(ledger, cited=[result.ledger["head"]])
+    with pytest.raises(BudgetRefused, match="left"):
+        train(url, plan())
+
+
+def test_the_next_model_gets_what_is_left(ledger: Ledger, url: str) -> None:
+    ledger.create("b", BUDGET)
+
+    def stop(step: int, private: PrivateGradients) -> None:
+        del private
+        if step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = train(url, plan(), after_step=stop)
+    assert (first.status, first.steps) == ("interrupted", 10)
+    second = train(url, plan(ledger.remaining("b")))
+    assert second.status == "done"
+    assert 1 - 1e-6 < ledger.status("b").spent <= 1
+    both = [*first.events, *second.events]
+    sigmas = [event.noise_multiplier for event in both for _ in range(event.count)]
+    assert dim.epsilon(sigmas, 1e-5) <= 4
+
+
+def test_refused(ledger: Ledger, url: str, tmp_path: Path) -> None:
+    ledger.create("b", BUDGET, data="sha256:" + "00" * 32)
+    with pytest.raises(InputError, match="the data of the budget"):
+        train(url, plan())
+    with pytest.raises(InputError, match="ledger's"):
+        train(url, plan(), budget="nobody")
+    with pytest.raises(InputError, match="budget"):
+        train(url, plan(), budget=None)
+    with pytest.raises(InputError, match="seed"):
+        train(url, plan(), seed=1)
+    with pytest.raises(InputError, match="relation"):
+        train(url, plan(Budget(epsilon=4, delta=1e-5, relation="replace-one")))
+    assert ledger.status("b").spent == 0
+    assert not list(tmp_path.glob("checkpoint*"))
+
+
+def test_an_error_in_the_middle_returns_the_rest(ledger: Ledger, url: str) -> None:
+    ledger.create("b", BUDGET)
+
+    def fail(step: int, private: PrivateGradients) -> None:
+        del private
+        if step == 5:
+            raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        train(url, plan(), after_step=fail)
+    run = ledger.runs("b")[0]
+    assert (run.status, run.confirmed) == ("closed", 5)
+
+
+def test_a_policy_asks_step_by_step(ledger: Ledger, url: str) -> None:
+    ledger.create("b", BUDGET)
+
+    def policy(released: Released) -> float:
+        return 10.0 / (1 + 0.1 * released.step)
+
+    result = train(url, plan(), policy=policy)
+    assert result.status == "refused"
+    assert result.epsilon == 4
+    run = ledger.run(result.ledger["run"])
+    assert run.granted == run.confirmed == result.steps > 5
+    assert 0.9 < ledger.status("b").spent <= 1
+
+
+def test_your_own_loop(ledger: Ledger) -> None:
+    ledger.create("b", BUDGET)
+    model, made = nn.Linear(4, 3), plan()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    with LedgerSpending(ledger, "b", made) as spending:
+        private = PrivateGradients(model, made, spending=spending)
+        for x, y in private.batches(data()):
+            private.backward(loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if private.step == 7:
+                break
+    assert ledger.run(spending.run).confirmed == 7
+
+
+SCRIPT = """
+    import sys, time, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {here!r})
+    from test_training import plan, train
+    result = train({url!r}, plan(), folder={folder!r}, checkpoint_every=5,
+                   after_step=lambda step, private: time.sleep(0.02))
+    print(result.status, result.steps)
+"""
+
+
+def test_killed_and_resumed_pays_once_for_every_step(
+    ledger: Ledger, url: str, tmp_path: Path
+) -> None:
+    ledger.create("b", BUDGET)
+    script = tmp_path / "script.py"
+    here, folder = str(Path(__file__).parent), str(tmp_path / "run")
+    script.write_text(textwrap.dedent(SCRIPT.format(here=here, url=url, folder=folder)))
+    journal = Path(folder) / "journal.json"
+    chance = random.Random(0)
+    for _ in range(2):
+        child = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+        reserved = _reserved(journal)
+        end = time.monotonic() + 60
+        while _reserved(journal) <= reserved and child.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.1))
+        child.kill()
+        child.communicate()
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["done", str(STEPS)], done.stderr
+    run = ledger.runs("b")[0]
+    assert len(ledger.runs("b")) == 1
+    assert (run.status, run.granted, run.confirmed) == ("closed", STEPS, STEPS)
+    assert ledger.status("b").spent <= 1
+    verify(ledger)
+
+
+def _reserved(journal: Path) -> int:
+    return int(json.loads(journal.read_text())["reserved"]) if journal.exists() else 0
