@@ -344,3 +344,15 @@ def test_plans_at_the_edges_of_budgets(pair: tuple[float, float]) -> None:
         )
     assert plan.epsilon <= epsilon
     assert np.isfinite(plan.erub)
+
+
+def test_a_louder_plan_keeps_its_shape_and_costs_less() -> None:
+    made = dim.plan(dim.Budget(epsilon=2, delta=1e-5), examples=1000, alpha=1e-4, kappa=10)
+    louder = made.louder(1.5)
+    assert np.array_equal(louder.sigmas, made.sigmas * 1.5)
+    assert louder.epsilon == pytest.approx(dim.epsilon(louder.sigmas, 1e-5), rel=1e-9)
+    assert louder.epsilon < made.epsilon
+    assert louder.erub == pytest.approx(2.25 * made.erub)
+    assert dim.Plan.from_json(louder.to_json()) == louder
+    with pytest.raises(dim.InputError, match="factor"):
+        made.louder(0.9)

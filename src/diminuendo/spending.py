@@ -8,7 +8,7 @@ drawn. What was granted counts as spent, whether or not the step then ran.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -177,10 +177,18 @@ class NotedSpending(Spending):
             self.note(events.from_dict(data))
 
 
-def from_ledger(url: str | None, name: str, plan: Plan | None, *, data: Any = None) -> Spending:
+def from_ledger(
+    url: str | None,
+    name: str,
+    plan: Plan | None,
+    *,
+    data: Any = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
+) -> Spending:
     """A ledger's budget behind this seam; `data` is checked to be the budget's."""
     from diminuendo.ledger import Ledger, LedgerSpending, identify
 
     ledger = Ledger(url)
     known = data is not None and ledger.status(name).terms.data is not None
-    return LedgerSpending(ledger, name, plan, data=identify(data) if known else None)
+    identity = identify(data, progress=progress) if known else None
+    return LedgerSpending(ledger, name, plan, data=identity)

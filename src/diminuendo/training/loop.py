@@ -89,7 +89,7 @@ def fit(
                 value=seed,
                 remedy="A seeded run is not private: no budget can pay for it.",
             )
-        spending = _from_ledger(ledger, budget, plan, policy, spending, data)
+        spending = _from_ledger(ledger, budget, plan, policy, spending, data, progress)
     private = PrivateGradients(
         model,
         plan,
@@ -122,6 +122,7 @@ def _from_ledger(
     policy: Policy | None,
     spending: Spending | None,
     data: Any,
+    shown: bool,
 ) -> Spending:
     if name is None or spending is not None:
         raise InputError(
@@ -132,7 +133,15 @@ def _from_ledger(
         )
     if not Group.current().first:
         return NotedSpending(plan.budget)
-    return from_ledger(url, name, plan if policy is None else None, data=data)
+    with Progress(TextColumn("reading the data"), BarColumn(), disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+        return from_ledger(
+            url,
+            name,
+            plan if policy is None else None,
+            data=data,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def _checkpoint(folder: str | Path | None, private: PrivateGradients) -> Checkpoint | None:
