@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import diminuendo as dim
+from diminuendo import training
 from diminuendo.cli import main
 
 RUN = """
@@ -165,6 +166,17 @@ def test_a_loss_is_in_the_files_only_on_request(
     run_file.write_text(RUN.format(folder="shut", extra=""))
     assert main(["train", str(run_file)]) == 0
     assert "training_loss" not in json.loads(Path("shut/result.json").read_text())
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("refused", 3), ("interrupted", 130)])
+def test_the_exit_code_says_how_a_run_ended(
+    run_file: Path, status: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: object, **__: object) -> training.Result:
+        return training.Result(status, "because", 3, (), 1.0, 1e-5, "add-remove", True)
+
+    monkeypatch.setattr(training, "fit", fit)
+    assert main(["train", str(run_file), "--json"]) == code
 
 
 MODELS = """

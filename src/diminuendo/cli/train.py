@@ -68,6 +68,7 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     },
     "output": {"folder": str},
 }
+_EXIT_CODES = {"done": 0, "refused": 3, "interrupted": 130}
 _CLIPS = ("flat", "per-layer", "automatic")
 
 
@@ -147,6 +148,7 @@ def train(
     page = run_report.page(plan, facts)
     _files.write_text(output / "report.md", page)
     print_json(facts) if as_json else print(page)
+    raise typer.Exit(_EXIT_CODES[result.status])
 
 
 def _fit() -> Callable[..., Result]:

@@ -122,6 +122,7 @@ class PrivateGradients:
         """Called with every event that was granted, before anything of the step is released."""
         self._covered = {id(parameter) for parameter in self.engine.parameters}
         self._looked_for_others = False
+        self._kept = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._buffers: list[tuple[Tensor, int]] = []
 
     def close(self) -> None:
@@ -176,11 +177,7 @@ class PrivateGradients:
             if part.first and not self._may_go_on():
                 return
             self._part = part
-            self._buffers = [
-                (buffer, buffer._version)
-                for buffer in self.model.buffers()
-                if buffer.is_floating_point()
-            ]
+            self._buffers = [(buffer, buffer._version) for buffer in self._kept]
             yield batch
             if self._part is not None:
                 raise InputError(
@@ -253,14 +250,20 @@ class PrivateGradients:
                 value=len(losses),
                 remedy="Compute them from this batch, whole and alone.",
             )
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._covered:
-                raise InputError(
-                    "there when PrivateGradients was made",
-                    name=f"the parameter {name}",
-                    value="added since",
-                    remedy="Its gradient would not be private: close() this one and make another.",
-                )
+        for module in self.model.modules():  # half as long as model.parameters() takes
+            for name, parameter in module._parameters.items():
+                if (
+                    parameter is not None
+                    and parameter.requires_grad
+                    and id(parameter) not in self._covered
+                ):
+                    raise InputError(
+                        "there when PrivateGradients was made",
+                        name=f"the parameter {name} of a {type(module).__name__}",
+                        value="added since",
+                        remedy="Its gradient would not be private: close() this one and make "
+                        "another.",
+                    )
         if any(buffer._version != version for buffer, version in self._buffers):
             raise InputError(
                 "left alone by the forward pass",
