@@ -356,3 +356,50 @@ def test_a_louder_plan_keeps_its_shape_and_costs_less() -> None:
     assert dim.Plan.from_json(louder.to_json()) == louder
     with pytest.raises(dim.InputError, match="factor"):
         made.louder(0.9)
+
+
+def test_a_rate_for_each_step() -> None:
+    rates = np.linspace(0.05, 0.4, 12)
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    made = dim.plan(budget, examples=500, alpha=1e-5, gamma=0.9, sampling_rate=rates)
+    assert made.steps == 12
+    assert np.array_equal(made.rates, rates)
+    assert [event.sampling_rate for event in made.events] == rates.tolist()
+    assert made.epsilon == dim.epsilon(made.sigmas, 1e-5, rates) <= 2
+    assert made.epsilon > 2 * (1 - 1e-4)
+    again = dim.Plan.from_json(made.to_json())
+    assert again == made
+    assert np.array_equal(again.sampling_rate, rates)
+    assert "0.05 to 0.4" in made.summary()
+    weight = 0.9 ** np.arange(11, -1, -1.0) / rates**2
+    uniform = dim.calibrate(np.ones(12), budget, rates)
+    assert np.sum(weight * made.sigmas**2) < np.sum(weight * uniform**2)
+    assert made.noise_ratio < 1
+    assert made.epsilon_after(0) == 0
+    assert made.epsilon_after(5) == dim.epsilon(made.sigmas[:5], 1e-5, rates[:5])
+
+
+def test_equal_rates_are_one_rate() -> None:
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    options: dict[str, Any] = {"examples": 500, "alpha": 1e-5, "gamma": 0.9, "schedule": "uniform"}
+    one = dim.plan(budget, steps=5, sampling_rate=0.1, **options)
+    assert dim.plan(budget, sampling_rate=[0.1] * 5, **options) == one
+    assert '"sampling_rate": 0.1,' in one.to_json()
+    full = dim.plan(budget, steps=5, **options)
+    assert dim.plan(budget, sampling_rate=[1.0] * 5, **options) == full
+
+
+@pytest.mark.parametrize(
+    ("rates", "steps"),
+    [([0.1, 0.2], 3), ([0.1, 1.2], 2), ([0.1, 0.0], 2), ([], 2), ([[0.1, 0.2]], 2), (["a"], 1)],
+)
+def test_bad_rates(rates: Any, steps: int) -> None:
+    with pytest.raises(dim.InputError, match="sampling_rate"):
+        dim.plan(
+            dim.Budget(epsilon=2, delta=1e-5),
+            examples=500,
+            alpha=0.01,
+            gamma=0.9,
+            steps=steps,
+            sampling_rate=rates,
+        )

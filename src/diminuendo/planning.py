@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from diminuendo import _files, _validate, accounting, events, schedules
 from diminuendo._validate import Vector
+from diminuendo.accounting.account import check_rates
 from diminuendo.accounting.calibrate import calibrate
 from diminuendo.accounting.subsampled import price_curve
 from diminuendo.bounds import landscape, noise_level
@@ -37,6 +38,8 @@ class PlanWarning(UserWarning):
 class Plan:
     """What to run and what it costs. Immutable; equal plans have equal digests.
 
+    `sampling_rate` is one number for all steps, or one for each.
+
     Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
     sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
     epsilon ≤ budget.epsilon. `erub` and `erub_uniform` are not privacy claims: they hold under
@@ -46,7 +49,7 @@ class Plan:
     budget: Budget
     steps: int
     sigmas: Vector
-    sampling_rate: float
+    sampling_rate: float | Vector
     clip: float
     examples: int
     parameters: int | None
@@ -72,7 +75,8 @@ class Plan:
             _validate.real("momentum", self.momentum, above=0, below=1)
         for name in ("clip", "alpha", "erub", "erub_uniform", "noise_ratio"):
             _validate.positive(name, getattr(self, name))
-        _validate.real("sampling_rate", self.sampling_rate, above=0, at_most=1)
+        rate = _rate(self.sampling_rate, self.steps)
+        object.__setattr__(self, "sampling_rate", rate)
         _validate.real("epsilon", self.epsilon, at_least=0, at_most=self.budget.epsilon)
         object.__setattr__(self, "sigmas", sigmas)
         object.__setattr__(self, "assumptions", tuple(self.assumptions))
@@ -94,19 +98,31 @@ class Plan:
         return hash(self.digest)
 
     @property
-    def rates(self) -> Vector:
-        """The sampling rate of each step."""
-        return np.full(self.steps, self.sampling_rate)
-
-    @property
     def events(self) -> tuple[events.GaussianStep, ...]:
         """What the run will release, with runs of equal steps gathered."""
         return events.from_schedule(self.sigmas, self.rates)
+
+    @cached_property
+    def rates(self) -> Vector:
+        """The sampling rate of each step."""
+        return np.broadcast_to(np.asarray(self.sampling_rate, dtype=np.float64), (self.steps,))
+
+    def epsilon_after(self, step: int) -> float:
+        """A certified upper bound on the ε of the first `step` steps."""
+        done = _validate.count("step", step, at_least=0, at_most=self.steps)
+        if done in (0, self.steps):
+            return self.epsilon if done else 0.0
+        rate = self.sampling_rate
+        return _account(
+            self.sigmas[:done], self.budget, rate if isinstance(rate, float) else rate[:done]
+        )
 
     def _content(self) -> dict[str, Any]:
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         content["budget"] = asdict(self.budget)
         content["sigmas"] = self.sigmas.tolist()
+        if not isinstance(self.sampling_rate, float):
+            content["sampling_rate"] = self.sampling_rate.tolist()
         content["assumptions"] = list(self.assumptions)
         return {"schema": SCHEMA, "version": VERSION, **content}
 
@@ -215,7 +231,7 @@ def plan(
     alpha: float | None = None,
     schedule: str | Callable[[int], float] | ArrayLike = "optimal",
     fall: float | None = None,
-    sampling_rate: float = 1.0,
+    sampling_rate: float | ArrayLike = 1.0,
 ) -> Plan:
     """Decide how softly each step may play.
 
@@ -223,7 +239,8 @@ def plan(
     examples        N, public; the divisor of the summed gradients
     parameters      D, the number of trained parameters
     clip            C, the norm to which each example's gradient is clipped
-    steps           T, or "auto" for the T* that minimises the bound
+    steps           T, or "auto": as many as sampling_rate has numbers, else the T* that minimises
+                    the bound
     kappa, gamma, spectrum, influence
                     what is known of the loss, at most one of them: the condition number κ, the
                     convergence rate γ = 1 − 1/κ, the Hessian's eigenvalues, or a measured curve
@@ -233,13 +250,15 @@ def plan(
     alpha           α as such, in place of parameters, smoothness and gap
     schedule        "optimal", a named shape, a function of t, or an array
     fall            σ_T/σ_1 of a named shape; the optimal schedule's unless given
-    sampling_rate   Poisson sampling rate; 1 is the full batch
+    sampling_rate   Poisson sampling rate, 1 is the full batch; or one rate for each step, with
+                    which "optimal" means the lemma's shape, scaled onto the budget
 
     None of these may be computed from the private data: what is measured there has to be paid for.
     """
     examples = _validate.count("examples", examples)
     clip = _validate.positive("clip", clip)
-    rate = _validate.real("sampling_rate", sampling_rate, above=0, at_most=1)
+    if np.ndim(sampling_rate) and isinstance(steps, str) and steps == "auto":
+        steps = int(np.size(sampling_rate))
     if parameters is not None:
         parameters = _validate.count("parameters", parameters)
     gap = _validate.positive("gap", gap)
@@ -252,6 +271,7 @@ def plan(
             "steps", steps, at_most=MOST_STEPS, remedy='Give a whole number, or "auto".'
         )
     )
+    rate = _rate(sampling_rate, fixed)
     momentum = None if momentum is None else _validate.real("momentum", momentum)
     known = landscape.known(
         kappa=kappa,
@@ -276,8 +296,9 @@ def plan(
     name = schedule if isinstance(schedule, str) else "custom"
     sigmas = _sigmas(schedule, q, budget, rate, fall)
     uniform = _sigmas("uniform", np.ones(uniform_T), budget, rate, None)
-    per_noise = known.factor * level * budget.R / rate**2
-    noise = float(np.sum(q * sigmas**2))
+    common, own = (rate, 1.0) if isinstance(rate, float) else (1.0, rate)
+    per_noise = known.factor * level * budget.R / common**2
+    noise = float(np.sum(q * (sigmas / own) ** 2))
     same_length = uniform if uniform_T == T else _sigmas("uniform", q, budget, rate, None)
     result = Plan(
         budget=budget,
@@ -291,11 +312,12 @@ def plan(
         momentum=momentum,
         alpha=level,
         epsilon=_account(sigmas, budget, rate),
-        erub=known.bias(T) + per_noise * float(np.sum(known.bound_influence(T) * sigmas**2)),
+        erub=known.bias(T)
+        + per_noise * float(np.sum(known.bound_influence(T) * (sigmas / own) ** 2)),
         erub_uniform=known.bias(uniform_T)
-        + per_noise * float(np.sum(known.bound_influence(uniform_T) * uniform**2)),
+        + per_noise * float(np.sum(known.bound_influence(uniform_T) * (uniform / own) ** 2)),
         uniform_steps=uniform_T,
-        noise_ratio=noise / float(np.sum(q * same_length**2)),
+        noise_ratio=noise / float(np.sum(q * (same_length / own) ** 2)),
         assumptions=(
             *_relation_words(budget),
             f"Of the loss is known: {known.said}",
@@ -305,6 +327,17 @@ def plan(
     )
     _warn(result, best)
     return result
+
+
+def _rate(given: float | ArrayLike, steps: int | None) -> float | Vector:
+    """One rate as a number, or one for each step as an array; equal ones are one."""
+    if np.ndim(given) == 0:
+        return _validate.real("sampling_rate", given, above=0, at_most=1)
+    rates = np.array(check_rates(given, np.size(given) if steps is None else steps))
+    if (rates == rates[0]).all():
+        return float(rates[0])
+    rates.setflags(write=False)
+    return rates
 
 
 def _level(
@@ -349,7 +382,7 @@ def _sigmas(
     schedule: str | Callable[[int], float] | ArrayLike,
     q: Vector,
     budget: Budget,
-    rate: float,
+    rate: float | Vector,
     fall: float | None,
 ) -> Vector:
     if fall is not None and (not isinstance(schedule, str) or schedule in ("optimal", "uniform")):
@@ -372,13 +405,22 @@ def _sigmas(
     return optimal_sigmas(q, budget, rate)
 
 
-def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
+def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float | Vector) -> Vector:
     """The σ_t that minimise Σ q_t σ_t² within the budget, at the price that sampling gives a step.
+
+    With a rate for each step: the best of uniform noise on the sum, uniform noise on the mean and
+    the lemma's shape, since prices are found for one rate at a time. A mean over an expected batch
+    of rate_t·N has noise σ_t/rate_t, so Σ q_t (σ_t/rate_t)² is what they are compared by.
 
     Full batch: the lemma. Subsampled: from the better of uniform noise and the lemma's shape on,
     the price of a step is taken around the current schedule, the best schedule at these prices is
     scaled onto the budget by the certified accountant, and so on until nothing is gained.
     """
+    if not isinstance(sampling_rate, float):
+        per_mean = q / sampling_rate**2
+        shapes = (np.ones_like(q), sampling_rate, schedules.optimal_shape(per_mean))
+        scaled = [calibrate(shape, budget, sampling_rate) for shape in shapes]
+        return min(scaled, key=lambda sigmas: float(np.sum(per_mean * sigmas**2)))
     if sampling_rate == 1:
         return schedules.optimal(q, budget.R)
     starts = (np.ones_like(q), schedules.optimal_shape(q))
@@ -408,8 +450,8 @@ def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float) -> Vector:
     return best
 
 
-def _account(sigmas: Vector, budget: Budget, rate: float) -> float:
-    if rate == 1:
+def _account(sigmas: Vector, budget: Budget, rate: float | Vector) -> float:
+    if isinstance(rate, float) and rate == 1:
         return budget.epsilon_of(accounting.gaussian.spent(sigmas))
     return accounting.epsilon(sigmas, budget.delta, rate, relation=budget.relation)
 
@@ -422,13 +464,16 @@ def _relation_words(budget: Budget) -> list[str]:
     return [f"Neighbouring data: {words[budget.relation]} ({budget.relation})."]
 
 
-def _sampling_words(rate: float) -> list[str]:
+def _sampling_words(rate: float | Vector) -> list[str]:
+    left_out = "the bound leaves out the sampling noise of the gradients themselves."
+    if not isinstance(rate, float):
+        return [
+            f"Every step draws a Poisson sample at its own rate, {rate.min():g} to "
+            f"{rate.max():g}, and divides by its own expected size; {left_out}"
+        ]
     if rate == 1:
         return []
-    return [
-        f"Every step draws a Poisson sample at rate {rate:g}; the bound leaves out the "
-        "sampling noise of the gradients themselves."
-    ]
+    return [f"Every step draws a Poisson sample at rate {rate:g}; {left_out}"]
 
 
 def _warn(result: Plan, best: int) -> None:

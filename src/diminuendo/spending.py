@@ -111,11 +111,11 @@ class PlanSpending(Spending):
         self.plan = plan
 
     def _is_next(self, event: GaussianStep) -> bool:
-        ahead = self.plan.sigmas[self.steps : self.steps + event.count]
+        ahead = slice(self.steps, self.steps + event.count)
         return (
-            ahead.size == event.count
-            and event.sampling_rate == self.plan.sampling_rate
-            and bool((ahead == event.noise_multiplier).all())
+            self.steps + event.count <= self.plan.steps
+            and bool((self.plan.sigmas[ahead] == event.noise_multiplier).all())
+            and bool((self.plan.rates[ahead] == event.sampling_rate).all())
         )
 
     def fits(self, event: GaussianStep) -> bool:
@@ -134,7 +134,7 @@ class PlanSpending(Spending):
         if not self._is_next(event):
             raise BudgetRefused(
                 f"Step {self.steps + 1} of the plan has σ = {self.plan.sigmas[self.steps]:g} at "
-                f"rate {self.plan.sampling_rate:g}; asked for was {event}."
+                f"rate {self.plan.rates[self.steps]:g}; asked for was {event}."
             )
 
 

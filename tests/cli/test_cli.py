@@ -233,3 +233,21 @@ def test_as_a_program() -> None:
         assert "Traceback" not in done.stderr
         done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.startswith("diminuendo ")
+
+
+def test_a_rate_for_each_step_from_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rates = [0.1, 0.2, 0.3, 0.4]
+    (tmp_path / "rates.json").write_text(json.dumps({"sampling_rate": rates}))
+    (tmp_path / "rates.csv").write_text("sampling_rate\n" + "\n".join(map(str, rates)))
+    common = [*PLAN, "--gamma", "0.9", "--schedule", "uniform"]
+    for name in ("rates.json", "rates.csv"):
+        data = run_json(capsys, *common, "--sampling-rate", str(tmp_path / name))
+        assert data["sampling_rate"] == rates
+        assert data["steps"] == 4
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(data))
+    assert run_json(capsys, "account", "--delta", "1e-8", "--sigmas", str(plan))["epsilon"] <= 4
+    assert main([*common, "--sampling-rate", str(tmp_path / "none.json")]) == 2
+    assert "sampling_rate" in capsys.readouterr().err

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import diminuendo as dim
+from diminuendo import training
 from diminuendo.cli import main
 
 RUN = """
@@ -84,10 +87,110 @@ def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixtu
     assert main(["train", str(run_file), "--reveal-training-loss"]) == 0
     out = capsys.readouterr().out
     assert "NOT PRIVATE" in out
-    assert "Mean training loss (not covered" in out
+    assert "Mean loss of the last batch (not covered" in out
     facts = json.loads(Path("seeded/result.json").read_text())
     assert facts["private"] is False
     assert facts["training_loss"] > 0
+
+
+def test_paths_and_modules_are_relative_to_the_run_file(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(run_file.parent)])
+    (run_file.parent / "beside_models.py").write_text(
+        "import torch\ndef network():\n    return torch.nn.Linear(4, 2)\n"
+    )
+    run_file.write_text(run_file.read_text().replace("tiny_models", "beside_models"))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    before = list(sys.path)
+    assert main(["train", str(run_file), "--json"]) == 0
+    assert sys.path == before
+    assert (run_file.parent / "out" / "model.pt").exists()
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        'clip = "per-layer"\nclip_bounds = [0.5]',
+        'clip = "per-layer"',
+        'clip = "automatic"',
+        'lr_scheduler = "torch.optim.lr_scheduler:StepLR"\n'
+        "lr_scheduler_arguments = { step_size = 4 }",
+        "micro_batch = 7\nworkers = 0\ncheckpoint_every = 5",
+        "optimizer_arguments = { momentum = 0.9, weight_decay = 0.01 }",
+    ],
+)
+def test_settings_of_training(run_file: Path, extra: str) -> None:
+    run_file.write_text(RUN.format(folder="out", extra=extra))
+    assert main(["train", str(run_file), "--json"]) == 0
+    assert json.loads(Path("out/result.json").read_text())["status"] == "done"
+
+
+def test_clip_and_schedule_take_effect(run_file: Path) -> None:
+    """With a seed, what differs is what was asked for."""
+    ends = []
+    for number, extra in enumerate(
+        (
+            "",
+            'clip = "automatic"',
+            'lr_scheduler = "torch.optim.lr_scheduler:ExponentialLR"\n'
+            "lr_scheduler_arguments = { gamma = 0.5 }",
+            "",
+        )
+    ):
+        run_file.write_text(RUN.format(folder=f"out{number}", extra=f"seed = 4\n{extra}"))
+        assert main(["train", str(run_file), "--json"]) == 0
+        ends.append(torch.load(f"out{number}/model.pt", weights_only=True)["weight"])
+    assert torch.equal(ends[0], ends[3])  # initialisation is seeded too
+    assert not torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_data_of_other_types_is_taken_as_meant(run_file: Path) -> None:
+    x, y = np.random.default_rng(0).standard_normal((50, 4)), np.arange(50, dtype=np.int32) % 2
+    np.savez(run_file.parent / "train.npz", x=x, y=y)
+    assert main(["train", str(run_file), "--json"]) == 0
+
+
+def test_a_loss_is_in_the_files_only_on_request(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(RUN.format(folder="open", extra="reveal_training_loss = true"))
+    assert main(["train", str(run_file)]) == 0
+    facts = json.loads(Path("open/result.json").read_text())
+    assert facts["revealed"] is True
+    assert facts["training_loss"] > 0
+    assert any("loss" in words for words in facts["not_covered"])
+    assert "Mean loss" in capsys.readouterr().out
+    run_file.write_text(RUN.format(folder="shut", extra=""))
+    assert main(["train", str(run_file)]) == 0
+    assert "training_loss" not in json.loads(Path("shut/result.json").read_text())
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("refused", 3), ("interrupted", 130)])
+def test_the_exit_code_says_how_a_run_ended(
+    run_file: Path, status: Any, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: object, **__: object) -> training.Result:
+        return training.Result(status, "because", 3, (), 1.0, 1e-5, "add-remove", True)
+
+    monkeypatch.setattr(training, "fit", fit)
+    assert main(["train", str(run_file), "--json"]) == code
+
+
+MODELS = """
+import torch
+def raises():
+    raise KeyError("no such width")
+def number():
+    return 3
+def narrow():
+    return torch.nn.Linear(3, 2)
+def batch_norm():
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+"""
 
 
 @pytest.mark.parametrize(
@@ -101,11 +204,47 @@ def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixtu
         ("[model]", "[model", "valid TOML"),
         ("epsilon = 4", "epsilon = -4", "epsilon"),
         ('"out"', "3", "output.folder"),
+        ('folder = "out"', "", "output.folder"),
+        ("lr = 0.5", "", "training.lr"),
+        ("lr = 0.5", 'lr = "fast"', "training.lr"),
+        ("lr = 0.5", "lr = true", "training.lr"),
+        ("lr = 0.5", "lr = 0.5\nlerning = 1", "micro_batch"),
+        ("lr = 0.5", "lr = 0.5\nmicro_batch = 2.5", "training.micro_batch"),
+        ("lr = 0.5", "lr = 0.5\nmicro_batch = 0", "micro_batch"),
+        ("lr = 0.5", "lr = 0.5\nseed = -1", "seed"),
+        ("lr = 0.5", 'lr = 0.5\ndevice = "cuda:77"', "device"),
+        ("lr = 0.5", 'lr = 0.5\ndevice = "abacus"', "device"),
+        ("lr = 0.5", 'lr = 0.5\nclip = "square"', "per-layer"),
+        ("lr = 0.5", "lr = 0.5\nclip_bounds = [1.0]", "clip_bounds"),
+        ("lr = 0.5", 'lr = 0.5\nclip = "per-layer"\nclip_bounds = ["a"]', "bounds"),
+        ("lr = 0.5", 'lr = 0.5\nclip = "per-layer"\nclip_bounds = [1, 2, 3]', "layers"),
+        ("lr = 0.5", "lr = 0.5\noptimizer_arguments = { momentun = 1 }", "momentun"),
+        ("lr = 0.5", "lr = 0.5\nlr_scheduler_arguments = { gamma = 1 }", "lr_scheduler"),
+        ("torch.optim:SGD", "torch.optim:SGDD", "importable"),
+        ("torch.optim:SGD", "torch.optim:lr_scheduler", "something to call"),
+        ("torch.optim:SGD", "torch.optim:LBFGS", "LBFGS"),
+        ("tiny_models:network", "bad_models:raises", "no such width"),
+        ("tiny_models:network", "bad_models:number", "nn.Module"),
+        ("tiny_models:network", "bad_models:narrow", "shapes"),
+        ("tiny_models:network", "bad_models:batch_norm", "GroupNorm"),
+        ("tiny_models:network", "os:name", "something to call"),
+        ("steps = 12", "steps = 12\nexamples = 60", "size of the dataset"),
+        ("steps = 12", 'steps = "some"', "steps"),
+        ("steps = 12", "sampling_rate = [0.1, 2.0]", "sampling_rate"),
+        ('path = "train.npz"', "", "data.path"),
+        ('path = "train.npz"', 'path = "words.npz"', ".npz"),
+        ('path = "train.npz"', 'path = "run.toml"', ".npz"),
+        ('path = "train.npz"', 'path = "empty.npz"', "at least"),
+        ("[training]", "[[training]]", "a section"),
     ],
 )
 def test_bad_run_files(
     run_file: Path, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (run_file.parent / "bad_models.py").write_text(MODELS)
+    np.savez(run_file.parent / "words.npz", x=np.array(["a", "b"]), y=np.array([0, 1]))
+    np.savez(run_file.parent / "empty.npz", x=np.zeros((0, 4)), y=np.zeros(0, dtype=int))
+    assert old in run_file.read_text()
     run_file.write_text(run_file.read_text().replace(old, new))
     assert main(["train", str(run_file)]) == 2
     captured = capsys.readouterr()

@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from torch import nn
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending
-from diminuendo.training import PrivateDescent, fit
+from diminuendo.training import PrivateDescent, PrivateGradients, fit
+from diminuendo.training.progress import EpsilonSoFar
 
 N, D, STEPS = 30, 4, 20
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -49,7 +51,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def run(model: nn.Module, plan: dim.Plan, **options: object):
-    return fit(model, make_data(), plan, **{"loss": LOSS, "lr": 0.5, "progress": False, **options})
+    settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
+    return fit(model, settings.pop("data"), plan, **settings)
 
 
 def test_a_run_ends_with_what_it_spent() -> None:
@@ -157,11 +160,36 @@ def test_resumed_runs_equal_uninterrupted_ones_bit_for_bit(
     torch.testing.assert_close(weights(model), weights(straight), rtol=0, atol=0)
 
 
+KILL = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, {tests!r})
+import test_fit, torch
+torch.set_num_threads(1)
+def after(step, private):
+    if step == {at}:
+        os._exit(9)
+options = test_fit.{options}()
+plan = options.pop("plan") if "plan" in options else test_fit.make_plan()
+test_fit.run(test_fit.{model}(), plan, folder={folder!r}, checkpoint_every=5, after_step=after,
+             **options)
+"""
+
+
+def nothing() -> dict[str, object]:
+    return {}
+
+
+def kill_at(at: int, folder: Path, model: str = "make_model", options: str = "nothing") -> None:
+    """A run that dies after a step, at once and without a word."""
+    tests = str(Path(__file__).parent)
+    script = KILL.format(tests=tests, at=at, folder=str(folder), model=model, options=options)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
+
+
 def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
     plan = make_plan()
-    model = make_model()
-    with pytest.raises(Stopped):
-        run(model, plan, folder=tmp_path, checkpoint_every=5, after_step=_crash_at(7))
+    kill_at(7, tmp_path)
     assert json.loads((tmp_path / "journal.json").read_text())["reserved"] == 10
     taken = []
     result = run(
@@ -172,9 +200,212 @@ def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
         after_step=lambda step, private: taken.append(step),
     )
     assert taken == list(range(11, STEPS + 1))
-    assert result.steps == STEPS
+    assert (result.steps, result.lost) == (STEPS, 5)
     assert sum(event.count for event in result.events) == STEPS
     assert result.epsilon <= 4
+
+
+def test_an_error_costs_no_step_that_was_not_asked_for(tmp_path: Path) -> None:
+    """A wrong dtype, mended: the plan's steps are all still there."""
+    x, y = make_data()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            fit(make_model(), (x.double(), y), make_plan(), loss=LOSS, lr=1, folder=tmp_path)
+    with pytest.raises(dim.InputError, match="size of the dataset"):
+        fit(make_model(), (x[:5], y[:5]), make_plan(), loss=LOSS, lr=1, folder=tmp_path)
+    with pytest.raises(Stopped):
+        run(make_model(), make_plan(), folder=tmp_path, after_step=_crash_at(7))
+    taken = []
+    result = run(
+        make_model(),
+        make_plan(),
+        folder=tmp_path,
+        after_step=lambda step, private: taken.append(step),
+    )
+    assert taken == list(range(8, STEPS + 1))
+    assert result.lost == 7
+
+
+class Noisy(nn.Sequential):
+    """Dropout draws from PyTorch's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(D, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def make_noisy() -> nn.Module:
+    torch.manual_seed(0)
+    return Noisy()
+
+
+def seeded() -> dict[str, object]:
+    return {"seed": 3, "data": list(zip(*make_data(), strict=True))}
+
+
+def test_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight, resumed = make_noisy(), make_noisy()
+    run(straight, make_plan(), **seeded())
+    kill_at(8, tmp_path, "make_noisy", "seeded")
+    torch.manual_seed(99)
+    run(resumed, make_plan(), folder=tmp_path, **seeded())
+    torch.testing.assert_close(weights(resumed), weights(straight), rtol=0, atol=0)
+
+
+def by_gradient(released) -> float:
+    """A policy that looks at everything it may."""
+    size = sum(float(g.abs().sum()) for g in released.gradients)
+    return 5.0 + (size * 1e3) % 3 + 0.1 * (released.step % 7) + 0.01 * (len(released.granted) % 5)
+
+
+def adaptive(seed: int | None = None) -> dict[str, object]:
+    spending = AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=4, delta=1e-5)))
+    return {"policy": by_gradient, "spending": spending, "seed": seed}
+
+
+def adaptive_seeded() -> dict[str, object]:
+    return adaptive(5)
+
+
+def test_a_policy_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight, resumed = make_model(), make_model()
+    expected = run(straight, make_plan(), **adaptive_seeded())
+    kill_at(8, tmp_path, options="adaptive_seeded")
+    with pytest.raises(Stopped):
+        run(
+            make_model(),
+            make_plan(),
+            folder=tmp_path,
+            checkpoint_every=3,
+            after_step=_crash_at(11),
+            **adaptive_seeded(),
+        )
+    result = run(resumed, make_plan(), folder=tmp_path, **adaptive_seeded())
+    assert result == expected
+    assert result.status == "refused"
+    assert result.steps > 12
+    torch.testing.assert_close(weights(resumed), weights(straight), rtol=0, atol=0)
+
+
+def test_what_a_policy_was_granted_before_a_crash_stays_spent(tmp_path: Path) -> None:
+    kill_at(8, tmp_path, options="adaptive")
+    journal = json.loads((tmp_path / "journal.json").read_text())
+    assert (journal["since"], journal["reserved"], len(journal["events"])) == (5, 8, 3)
+    taken = []
+    result = run(
+        make_model(),
+        make_plan(),
+        folder=tmp_path,
+        after_step=lambda step, private: taken.append(step),
+        **adaptive(),
+    )
+    assert taken[0] == 9
+    assert result.lost == 3
+    sigmas = [e.noise_multiplier for e in result.events for _ in range(e.count)]
+    assert sigmas[5:8] == [event["noise_multiplier"] for event in journal["events"]]
+    assert len(sigmas) == result.steps
+    assert sum(sigma**-2 for sigma in sigmas) <= dim.Budget(epsilon=4, delta=1e-5).R
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
+    def second(step: int, _: object) -> None:
+        if step == 3:
+            with pytest.raises(dim.InputError, match="Another run"):
+                run(make_model(), make_plan(), folder=tmp_path)
+
+    assert run(make_model(), make_plan(), folder=tmp_path, after_step=second).status == "done"
+    assert run(make_model(), make_plan(), folder=tmp_path).steps == STEPS
+
+
+def test_a_checkpoint_without_its_journal_is_refused(tmp_path: Path) -> None:
+    run(make_model(), make_plan(), folder=tmp_path, after_step=_stop_at(7))
+    (tmp_path / "journal.json").write_text("[]")
+    with pytest.raises(dim.InputError, match="journal"):
+        run(make_model(), make_plan(), folder=tmp_path)
+    (tmp_path / "journal.json").unlink()
+    with pytest.raises(dim.InputError, match="journal"):
+        run(make_model(), make_plan(), folder=tmp_path)
+
+
+def test_another_optimiser_or_schedule_is_refused(tmp_path: Path) -> None:
+    run(make_model(), make_plan(), folder=tmp_path, after_step=_stop_at(7))
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dim.InputError, match=r"optimizer.*PrivateDescent"):
+        run(model, make_plan(), folder=tmp_path, optimizer=sgd)
+    descent = PrivateDescent(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(descent, 5)
+    with pytest.raises(dim.InputError, match="lr_scheduler"):
+        run(model, make_plan(), folder=tmp_path, optimizer=descent, lr_scheduler=schedule)
+
+
+def test_a_reserve_beyond_the_budget_does_not_block_resuming(tmp_path: Path) -> None:
+    kill_at(1, tmp_path, options="little")
+    result = run(make_model(), make_plan(), folder=tmp_path, **little())
+    assert result.status == "refused"
+    assert 0 < result.steps < STEPS
+
+
+def little() -> dict[str, object]:
+    return {"spending": AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=1, delta=1e-5)))}
+
+
+def test_each_step_has_its_own_rate() -> None:
+    rates = np.linspace(0.1, 0.9, STEPS)
+    plan, sizes, divisors = make_plan(sampling_rate=rates, gamma=0.95), [], []
+    model = make_model()
+    private = PrivateGradients(model, plan, seed=1)
+    for x, y in private.batches(make_data()):
+        sizes.append(len(x))
+        divisors.append(private.divisor)
+        private.backward(LOSS(model(x), y))
+    assert divisors == pytest.approx(N * rates)
+    assert np.abs(np.array(sizes) - N * rates).max() < 5 * np.sqrt(N / 4)
+    assert sizes[0] < N / 2 < sizes[-1]
+    assert private.spending.granted == plan.events
+    assert private.spending.epsilon() == pytest.approx(plan.epsilon)
+    result = run(make_model(), plan, after_step=_stop_at(9))
+    assert result.epsilon == plan.epsilon_after(9) < plan.epsilon
+
+
+def test_resuming_with_a_rate_for_each_step(tmp_path: Path) -> None:
+    kill_at(8, tmp_path, options="varied")
+    plan = varied()["plan"]
+    result = run(make_model(), plan, folder=tmp_path)
+    assert (result.steps, result.lost) == (STEPS, 5)
+    assert result.events == plan.events
+
+
+def varied() -> dict[str, object]:
+    return {"plan": make_plan(sampling_rate=np.linspace(0.1, 0.9, STEPS), gamma=0.95)}
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_epsilon_so_far_is_never_below(rate: float) -> None:
+    plan = make_plan(sampling_rate=rate, gamma=0.95, steps=6)
+    fine, coarse = EpsilonSoFar(plan, seconds=600), EpsilonSoFar(plan, seconds=0)
+    for so_far in (fine, coarse):
+        values = [so_far(step) for step in range(7)]
+        assert values[0] == 0
+        assert values[-1] == plan.epsilon
+        assert values == sorted(values)
+        for step in (1, 2, 5):
+            assert values[step] >= plan.epsilon_after(step) * (1 - 1e-9)
+    assert len({fine(step) for step in range(7)}) > 4
+
+
+def test_the_bar_shows_epsilon_and_a_loss_only_on_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = run(make_model(), make_plan(), progress=True)
+    shown = capsys.readouterr().err
+    assert "ε ≤ " in shown
+    assert "loss" not in shown
+    assert result.training_loss is None
+    result = run(make_model(), make_plan(), progress=True, reveal_training_loss=True)
+    assert result.training_loss > 0
+    assert "loss" in capsys.readouterr().err
+    run(make_model(), make_plan(), progress=True, seed=1)
+    assert "not private" in capsys.readouterr().err
 
 
 def test_a_clean_stop_loses_nothing(tmp_path: Path) -> None:
@@ -258,9 +489,3 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 def test_lr_or_optimizer_is_needed() -> None:
     with pytest.raises(dim.InputError, match="lr"):
         fit(make_model(), make_data(), make_plan(), loss=LOSS, progress=False)
-
-
-def test_a_policy_cannot_be_resumed(tmp_path: Path) -> None:
-    spending = AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=4, delta=1e-5)))
-    with pytest.raises(dim.InputError, match="folder"):
-        run(make_model(), make_plan(), spending=spending, policy=lambda r: 9.0, folder=tmp_path)

@@ -54,7 +54,10 @@ def plan(
     fall: Annotated[
         float | None, typer.Option(help="Last σ over first, for a named schedule.")
     ] = None,
-    sampling_rate: Annotated[float, typer.Option(help="Poisson rate; 1 is full batch.")] = 1.0,
+    sampling_rate: Annotated[
+        str,
+        typer.Option(help="Poisson rate; 1 is full batch. Or a JSON or CSV file, a rate a step."),
+    ] = "1",
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     output: Annotated[
@@ -93,7 +96,7 @@ def plan(
             alpha=alpha,
             schedule=schedule,
             fall=fall,
-            sampling_rate=sampling_rate,
+            sampling_rate=_rates(sampling_rate),
         )
     if output is not None:
         _files.write_text(output, made.to_json() + "\n")
@@ -111,3 +114,12 @@ def _steps(text: str) -> int:
         return int(text)
     except ValueError:
         raise InputError('a whole number or "auto"', name="--steps", value=text) from None
+
+
+def _rates(text: str) -> float | list[float]:
+    try:
+        return float(text)
+    except ValueError:
+        return _files.read_numbers(
+            text, name="sampling_rate", hint="One rate in (0, 1] for each step."
+        )

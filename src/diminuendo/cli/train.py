@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import tomllib
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diminuendo import _files, events
+from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
 from diminuendo.cli.options import AsJson, print_json
-from diminuendo.errors import InputError
+from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
 from diminuendo.planning import plan as make_plan
 from diminuendo.report import run as run_report
@@ -23,7 +26,51 @@ from diminuendo.report import run as run_report
 if TYPE_CHECKING:
     from diminuendo.training import Result
 
-_SECTIONS = {"model", "data", "plan", "budget", "ledger", "training", "output"}
+_NUMBER = (int, float)
+_KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "model": {"factory": str, "arguments": dict},
+    "data": {"path": str, "factory": str, "arguments": dict},
+    "budget": {"epsilon": _NUMBER, "delta": _NUMBER, "relation": str, "conversion": str},
+    "plan": {
+        "path": str,
+        "clip": _NUMBER,
+        "steps": (int, str),
+        "kappa": _NUMBER,
+        "gamma": _NUMBER,
+        "spectrum": list,
+        "influence": list,
+        "momentum": _NUMBER,
+        "step_size": _NUMBER,
+        "smoothness": _NUMBER,
+        "gap": _NUMBER,
+        "alpha": _NUMBER,
+        "schedule": (str, list),
+        "fall": _NUMBER,
+        "sampling_rate": (int, float, list),
+        "examples": int,
+        "parameters": int,
+    },
+    "ledger": {"url": str, "budget": str},
+    "training": {
+        "loss": str,
+        "optimizer": str,
+        "optimizer_arguments": dict,
+        "lr": _NUMBER,
+        "lr_scheduler": str,
+        "lr_scheduler_arguments": dict,
+        "clip": str,
+        "clip_bounds": list,
+        "micro_batch": int,
+        "seed": int,
+        "workers": int,
+        "device": str,
+        "checkpoint_every": int,
+        "reveal_training_loss": bool,
+    },
+    "output": {"folder": str},
+}
+_EXIT_CODES = {"done": 0, "refused": 3, "interrupted": 130}
+_CLIPS = ("flat", "per-layer", "automatic")
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +83,7 @@ def train(
         bool,
         typer.Option(
             "--reveal-training-loss",
-            help="Also write the mean training loss, which the privacy claim does not cover.",
+            help="Also show and write the mean loss of a batch, which the claim does not cover.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -60,56 +107,53 @@ def train(
       lr = 0.1
       [output]
       folder = "run"
+
+    Paths are relative to the file; modules beside it can be imported. All keys: docs/training.md.
     """
     fit = _fit()
-    settings = _read(run)
-    output = Path(_get(settings, "output", "folder", kind=str))
-    model = _call(
-        _get(settings, "model", "factory", kind=str),
-        "model.factory",
-        settings["model"].get("arguments", {}),
-    )
-    data = _data(settings["data"], run.parent)
+    settings, here = _read(run), run.parent.resolve()
     training = settings["training"]
-    plan = _plan(
-        settings, run.parent, model, len(data[0]) if isinstance(data, tuple) else len(data)
-    )
-    loss = _call(
-        training.get("loss", "torch.nn:CrossEntropyLoss"), "training.loss", {"reduction": "none"}
-    )
-    optimizer = None
-    if "optimizer" in training:
-        factory = _find(training["optimizer"], "training.optimizer")
-        optimizer = factory(
-            model.parameters(), lr=training["lr"], **training.get("optimizer_arguments", {})
+    with _importable(here):
+        _seed_initialisation(training.get("seed"))
+        model = _model(settings["model"])
+        data = _data(settings["data"], here, model)
+        plan = _plan(settings, here, model, data)
+        loss = _made(
+            training.get("loss", "torch.nn:CrossEntropyLoss"),
+            "training.loss",
+            {"reduction": "none"},
         )
-    _files.make_folder(output)
-    _files.write_text(output / "plan.json", plan.to_json() + "\n")
-    result = fit(
-        model,
-        data,
-        plan,
-        loss=loss,
-        optimizer=optimizer,
-        lr=training.get("lr"),
-        micro_batch=training.get("micro_batch"),
-        seed=training.get("seed"),
-        workers=training.get("workers", 0),
-        device=training.get("device"),
-        ledger=_ledger(settings).get("url"),
-        budget=_ledger(settings).get("budget"),
-        folder=output / "checkpoint",
-        checkpoint_every=training.get("checkpoint_every", 50),
-        progress=not as_json,
-    )
+        optimizer, lr_scheduler = _optimizer(training, model, plan)
+        clip = _clip(training, plan)
+        output = _files.make_folder(here / str(_needed(settings, "output", "folder")))
+        _files.write_text(output / "plan.json", plan.to_json() + "\n")
+        with _plain_errors():
+            result = fit(
+                model,
+                data,
+                plan,
+                loss=loss,
+                optimizer=optimizer,
+                lr=training.get("lr"),
+                lr_scheduler=lr_scheduler,
+                clip=clip,
+                micro_batch=training.get("micro_batch"),
+                seed=training.get("seed"),
+                workers=training.get("workers", 0),
+                device=training.get("device"),
+                ledger=_ledger(settings).get("url"),
+                budget=_ledger(settings).get("budget"),
+                folder=output / "checkpoint",
+                checkpoint_every=training.get("checkpoint_every", 50),
+                progress=not as_json,
+                reveal_training_loss=reveal_training_loss
+                or training.get("reveal_training_loss", False),
+            )
     facts = _write(output, model, plan, result)
-    if reveal_training_loss:
-        facts["training_loss"] = _mean_loss(model, data, loss)
-        facts["not_covered"].append("the mean training loss, revealed on request")
-    _files.write_text(output / "result.json", json.dumps(facts, indent=1, ensure_ascii=False))
     page = run_report.page(plan, facts)
     _files.write_text(output / "report.md", page)
     print_json(facts) if as_json else print(page)
+    raise typer.Exit(_EXIT_CODES[result.status])
 
 
 def _fit() -> Callable[..., Result]:
@@ -133,59 +177,134 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(
             "valid TOML", name="the run file", value=str(path), remedy=f"({error})"
         ) from None
-    for name in settings:
-        if name not in _SECTIONS:
-            raise InputError(
-                f"one of {', '.join(sorted(_SECTIONS))}",
-                name="a section of the run file",
-                value=name,
-            )
-    for name in ("model", "data", "training", "output"):
-        if name not in settings:
+    for section, content in settings.items():
+        _validate.choice("a section of the run file", section, _KEYS)
+        if not isinstance(content, dict):
+            raise InputError(f"a section, [{section}]", name=section, value=content)
+        for key, value in content.items():
+            _validate.choice(f"a key of [{section}]", key, _KEYS[section])
+            kinds = _KEYS[section][key]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                raise InputError(_kinds_said(kinds), name=f"{section}.{key}", value=value)
+    for section in ("model", "data", "training", "output"):
+        if section not in settings:
             raise InputError(
                 "there",
-                name=f"the section [{name}] of the run file",
+                name=f"the section [{section}] of the run file",
                 value=None,
                 remedy="`diminuendo train --help` shows one.",
             )
     return settings
 
 
-def _get(settings: Mapping[str, Any], section: str, name: str, *, kind: type) -> Any:
-    value = settings[section].get(name)
-    if not isinstance(value, kind):
-        raise InputError(f"a {kind.__name__}", name=f"{section}.{name}", value=value)
-    return value
+def _kinds_said(kinds: type | tuple[type, ...]) -> str:
+    words = {
+        str: "text",
+        dict: "a table",
+        list: "a list",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+    }
+    listed = kinds if isinstance(kinds, tuple) else (kinds,)
+    return " or ".join(words[kind] for kind in listed if not (kind is int and float in listed))
 
 
-def _find(path: str, name: str) -> Callable[..., Any]:
-    module, _, attribute = path.partition(":")
+def _needed(settings: Mapping[str, Any], section: str, key: str) -> Any:
+    if key not in settings[section]:
+        raise InputError("there", name=f"{section}.{key}", value=None)
+    return settings[section][key]
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Modules beside the run file and in the working folder can be named in it."""
+    added = [str(folder), str(Path.cwd())]
+    sys.path[:0] = added
+    try:
+        yield
+    finally:
+        for path in added:
+            sys.path.remove(path)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What PyTorch raises over a model and its data, as one line."""
+    try:
+        yield
+    except DiminuendoError:
+        raise
+    except Exception as error:
+        raise _failed("the run", "model, data and loss", error) from error
+
+
+def _failed(what: str, value: object, error: Exception) -> InputError:
+    said = str(error).strip().split("\n")[0]
+    return InputError(
+        "free of errors", name=what, value=value, remedy=f"({type(error).__name__}: {said})"
+    )
+
+
+def _find(path: Any, name: str) -> Callable[..., Any]:
+    module, _, attribute = str(path).partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError):
+    except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             'importable as "module:name"',
             name=name,
             value=path,
-            remedy="Is the module on the Python path?",
+            remedy=f"Is the module beside the run file or on the Python path? ({error})",
         ) from None
+    except Exception as error:
+        raise _failed(f"the import of {name}", path, error) from error
+    if not callable(found):
+        raise InputError("something to call", name=name, value=path)
     return found
 
 
-def _call(path: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    return _find(path, name)(**arguments)
+def _made(path: Any, name: str, arguments: Mapping[str, Any], *positional: Any) -> Any:
+    made = _find(path, name)
+    try:
+        return made(*positional, **arguments)
+    except DiminuendoError:
+        raise
+    except Exception as error:
+        raise _failed(name, path, error) from error
 
 
-def _data(section: Mapping[str, Any], folder: Path) -> Any:
+def _seed_initialisation(seed: Any) -> None:
+    """A fixed seed fixes the model's first parameters too."""
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(_validate.count("training.seed", seed, at_least=0, at_most=2**63))
+
+
+def _model(section: Mapping[str, Any]) -> Any:
+    from torch import nn
+
+    model = _made(section.get("factory"), "model.factory", section.get("arguments", {}))
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            "a function that returns an nn.Module", name="model.factory", value=type(model).__name__
+        )
+    return model
+
+
+def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
     if "factory" in section:
-        return _call(section["factory"], "data.factory", section.get("arguments", {}))
+        return _made(section["factory"], "data.factory", section.get("arguments", {}))
+    if "path" not in section:
+        raise InputError("there", name="data.path or data.factory", value=None)
     import numpy as np
 
-    path = folder / str(section.get("path"))
+    path = folder / section["path"]
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return tuple(arrays[name] for name in ("x", "y"))
-    except (OSError, ValueError, KeyError) as error:
+            return _as_trained(arrays["x"], model), _as_trained(arrays["y"], model)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             "an .npz file with arrays x and y",
             name="data.path",
@@ -194,15 +313,32 @@ def _data(section: Mapping[str, Any], folder: Path) -> Any:
         ) from None
 
 
-def _plan(settings: Mapping[str, Any], folder: Path, model: Any, examples: int) -> Plan:
+def _as_trained(array: Any, model: Any) -> Any:
+    """Fractions in the model's own precision, whole numbers as PyTorch counts."""
+    import torch
+
+    if array.dtype.kind in "iub":
+        return torch.from_numpy(array.astype("int64"))
+    precision = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.as_tensor(array).to(precision)
+
+
+def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> Plan:
     section = dict(settings.get("plan", {}))
     if "path" in section:
+        if len(section) > 1 or "budget" in settings:
+            raise InputError(
+                "left out where plan.path is given",
+                name="the rest of [plan], and [budget]",
+                value=sorted({*section, "budget"} - {"path"}),
+            )
         path = folder / section["path"]
         return Plan.from_json(_files.read_text(path, name="the plan"), source=str(path))
     if "budget" not in settings:
         raise InputError("there", name="plan.path or the section [budget]", value=None)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
+        examples = len(data[0]) if isinstance(data, tuple) else len(data)
         return make_plan(
             Budget(**settings["budget"]),
             **{"examples": examples, "parameters": parameters, **section},
@@ -225,21 +361,53 @@ def _ledger(settings: Mapping[str, Any]) -> Mapping[str, str]:
     return section
 
 
-def _mean_loss(model: Any, data: Any, loss: Callable[..., Any]) -> float:
-    import torch
+def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:
+    """The optimiser and its schedule, or None for the paper's own and for none."""
+    from diminuendo.training import PrivateDescent
 
-    with torch.no_grad():
-        x, y = (torch.as_tensor(part) for part in data)
-        return float(loss(model(x), y).mean())
+    for dependent, leader in (
+        ("optimizer_arguments", "optimizer"),
+        ("lr_scheduler_arguments", "lr_scheduler"),
+    ):
+        if dependent in training and leader not in training:
+            raise InputError("given", name=f"training.{leader}", value=None)
+    rate = _validate.positive("training.lr", training.get("lr"), remedy="The learning rate.")
+    optimizer: Any = None
+    if "optimizer" in training:
+        arguments = {"lr": rate, **training.get("optimizer_arguments", {})}
+        optimizer = _made(
+            training["optimizer"], "training.optimizer", arguments, model.parameters()
+        )
+    if "lr_scheduler" not in training:
+        return optimizer, None
+    if optimizer is None:
+        optimizer = PrivateDescent(model.parameters(), lr=rate, beta=plan.momentum or 0.0)
+    arguments = training.get("lr_scheduler_arguments", {})
+    return optimizer, _made(training["lr_scheduler"], "training.lr_scheduler", arguments, optimizer)
+
+
+def _clip(training: Mapping[str, Any], plan: Plan) -> Any:
+    """The named style, with the plan's norm as its sensitivity."""
+    from diminuendo.training import Automatic, Flat, PerLayer
+
+    name = _validate.choice("training.clip", training.get("clip", "flat"), _CLIPS)
+    bounds = training.get("clip_bounds")
+    if bounds is not None and name != "per-layer":
+        raise InputError('given with clip = "per-layer"', name="training.clip_bounds", value=bounds)
+    if name == "per-layer":
+        return PerLayer(plan.clip if bounds is None else bounds)
+    return Flat(plan.clip) if name == "flat" else Automatic(plan.clip)
 
 
 def _write(output: Path, model: Any, plan: Plan, result: Result) -> dict[str, Any]:
-    import torch
+    from diminuendo.training.checkpoint import write_tensors
 
-    torch.save(model.state_dict(), output / "model.pt")
+    write_tensors(output / "model.pt", model.state_dict())
     _files.write_text(
         output / "events.json", json.dumps([events.to_dict(event) for event in result.events])
     )
-    facts = asdict(result)
-    del facts["events"]
-    return run_report.facts(plan, facts)
+    described = asdict(result)
+    del described["events"]
+    facts = run_report.facts(plan, described)
+    _files.write_text(output / "result.json", json.dumps(facts, indent=1, ensure_ascii=False))
+    return facts

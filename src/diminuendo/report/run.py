@@ -10,15 +10,17 @@ from diminuendo.report.text import rounded_up
 
 _BEFORE = "anything computed on the data before training: scaling, selection, tuning"
 _SEEDED = "everything: the seed was fixed, so the noise can be predicted"
+_REVEALED = "the training loss, revealed on request"
 
 
 def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     """The run's public facts, with its plan's digest and what the claim leaves out."""
-    return {
-        **result,
-        "plan": plan.digest,
-        "not_covered": [_BEFORE] if result["private"] else [_SEEDED, _BEFORE],
-    }
+    known = {name: value for name, value in result.items() if name != "training_loss"}
+    not_covered = [_BEFORE] if result["private"] else [_SEEDED, _BEFORE]
+    if result["revealed"]:
+        known["training_loss"] = result["training_loss"]
+        not_covered.append(_REVEALED)
+    return {**known, "plan": plan.digest, "not_covered": not_covered}
 
 
 def page(plan: Plan, run: Mapping[str, Any]) -> str:
@@ -32,7 +34,7 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
     lines = [
         f"# Run: {run['status']} ({run['reason']})",
         "",
-        f"- Steps taken: {run['steps']} of {plan.steps}",
+        f"- Steps spent: {run['steps']} of {plan.steps}",
         f"- Claim: {claim}",
         f"- Plan: {run['plan']}",
     ]
@@ -41,7 +43,11 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
             "- On record: run {run} on the budget {budget!r} of {address}; the chain then ended "
             "at record {record}, {head}".format(**run["ledger"])
         )
-    if "training_loss" in run:
-        lines.append(f"- Mean training loss (not covered by the claim): {run['training_loss']:.6g}")
+    if run["lost"]:
+        lines.append(f"- Of these lost in a crash, spent and without effect: {run['lost']}")
+    if run.get("training_loss") is not None:
+        lines.append(
+            f"- Mean loss of the last batch (not covered by the claim): {run['training_loss']:.6g}"
+        )
     lines += ["", "Not covered by the claim:", "", *(f"- {words}" for words in run["not_covered"])]
     return "\n".join([*lines, "", "```", plan.summary(), "```", ""])

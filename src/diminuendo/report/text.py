@@ -29,7 +29,9 @@ def number(value: float) -> str:
 
 def plan_summary(plan: Plan) -> str:
     budget, sigmas = plan.budget, plan.sigmas
-    batch = "full batch" if plan.sampling_rate == 1 else f"Poisson rate {plan.sampling_rate:g}"
+    least, most = plan.rates.min(), plan.rates.max()
+    rate = f"{least:g}" if least == most else f"{least:g} to {most:g}, step by step"
+    batch = "full batch" if least == 1 else f"Poisson rate {rate}"
     lines = [
         f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
         f"  noise σ      {drawing(sigmas)}  {number(sigmas[0])} → {number(sigmas[-1])}",

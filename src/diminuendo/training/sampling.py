@@ -72,8 +72,12 @@ class Source:
         workers: int = 0,
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
+        generator: torch.Generator | None = None,
     ) -> Iterator[Any]:
-        """One batch for each tensor of indices, empty ones included."""
+        """One batch for each tensor of indices, empty ones included.
+
+        `generator` seeds the workers, so that loading leaves PyTorch's own generator alone.
+        """
         if self._tensors is not None:
             for chosen in indices:
                 parts = tuple(part[chosen] for part in self._tensors)
@@ -85,6 +89,7 @@ class Source:
             batch_sampler=cast(Any, _Lists(indices)),
             num_workers=workers,
             pin_memory=pin_memory,
+            generator=generator,
             collate_fn=_Collate(dataset, collate or default_collate),
         )
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
+from functools import cache
 
+import numpy as np
 import torch
 
 from diminuendo import _validate
+from diminuendo.errors import DiminuendoError
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,19 @@ class Seeds:
     ) -> torch.Generator:
         """The generator for one purpose ("sampling", "noise") in one step, as if freshly made.
 
-        One object for each purpose and device is seeded anew: making one takes longer.
+        One object for each purpose and device is set anew: making one takes longer. On a CPU
+        `manual_seed` keeps 32 bits of a seed: few enough to try them all, and to meet one twice
+        in a long run. So there the whole state is filled.
         """
         label = f"{purpose} {step}".encode()
-        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
         key = (purpose, str(device))
         if key not in self._made:
             self._made[key] = torch.Generator(device)
         made = self._made[key]
+        if made.device.type == "cpu":
+            made.set_state(_filled(hashlib.shake_256(self._root + label).digest(4 * _WORDS)))
+            return made
+        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
         return made.manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def shared(self, root: bytes) -> Seeds:
@@ -60,3 +68,29 @@ class Seeds:
     @property
     def root(self) -> bytes:
         return self._root
+
+
+_WORDS, _BEFORE = 624, 24
+"""A Mersenne twister's words, and where PyTorch's saved state of a CPU generator begins them."""
+
+
+@cache
+def _template() -> torch.Tensor:
+    """The saved state of a CPU generator that was just seeded, checked to be laid out as known."""
+    seed = 0x5EED
+    state = torch.Generator().manual_seed(seed).get_state()
+    words = state.numpy()[_BEFORE : _BEFORE + 8 * _WORDS].view(np.uint64)
+    second = (1812433253 * (seed ^ (seed >> 30)) + 1) % 2**32
+    if words.size != _WORDS or words[0] != seed or words[1] != second:
+        raise DiminuendoError(
+            f"PyTorch {torch.__version__} saves its CPU generator in a way that is not known "
+            "here, so that it cannot be given more than 32 bits of entropy."
+        )
+    return state
+
+
+def _filled(entropy: bytes) -> torch.Tensor:
+    state = _template().clone()
+    words = state.numpy()[_BEFORE : _BEFORE + 8 * _WORDS].view(np.uint64)
+    words[:] = np.frombuffer(entropy, dtype="<u4")
+    return state

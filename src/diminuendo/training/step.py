@@ -10,7 +10,7 @@ then does is post-processing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,10 +43,11 @@ Policy = Callable[[Released], float]
 
 
 class _Part(NamedTuple):
-    """A micro-batch's place in its logical batch."""
+    """A micro-batch's place in its logical batch, and its size."""
 
     first: bool
     last: bool
+    size: int
 
 
 @dataclass
@@ -72,6 +73,9 @@ class PrivateGradients:
     micro_batch  largest number of examples held at once; results are the same to rounding, and
                  p.grad stays None until the logical batch is complete
     seed         only for tests and experiments: the run is then not private
+
+    A step that was paid for and then failed half-way stays spent; the next one goes on after it.
+    `close()` gives the model its own forward back.
     """
 
     def __init__(
@@ -92,6 +96,13 @@ class PrivateGradients:
                 value=policy,
                 remedy="A plan fixes every σ; use AdaptiveSpending.",
             )
+        if clip is not None and not isinstance(clip, Clip) and not callable(clip):
+            raise InputError(
+                "Flat, PerLayer or Automatic, or a function of the step that returns one",
+                name="clip",
+                value=clip,
+                remedy="For the norm C write Flat(C).",
+            )
         self.model, self.plan, self.policy = model, plan, policy
         self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
         self.spending = PlanSpending(plan) if spending is None else spending
@@ -105,7 +116,23 @@ class PrivateGradients:
         self._part: _Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
-        self._released: tuple[Tensor, ...] = ()
+        self.released: tuple[Tensor, ...] = ()
+        """The last step's private gradient, flat, one tensor for each parameter."""
+        self.granted: Callable[[GaussianStep], None] | None = None
+        """Called with every event that was granted, before anything of the step is released."""
+        self._covered = {id(parameter) for parameter in self.engine.parameters}
+        self._looked_for_others = False
+        self._kept = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._buffers: list[tuple[Tensor, int]] = []
+
+    def close(self) -> None:
+        """Detach from the model: its layers get their own forward back."""
+        self.engine.close()
+
+    @property
+    def charged(self) -> int:
+        """Steps that may have been paid for: those taken, and one that is under way."""
+        return self.step + (self._open is not None)
 
     @property
     def private(self) -> bool:
@@ -114,8 +141,11 @@ class PrivateGradients:
 
     @property
     def divisor(self) -> float:
-        """The examples, or the expected batch size: public, never the size that was drawn."""
-        return self.plan.examples * self.plan.sampling_rate
+        """The examples, or this step's expected batch: public, never the size that was drawn."""
+        return self.plan.examples * self._rate(self.step)
+
+    def _rate(self, step: int) -> float:
+        return float(self.plan.rates[min(step, self.plan.steps - 1)])
 
     def batches(
         self,
@@ -134,14 +164,20 @@ class PrivateGradients:
                 value=len(source),
                 remedy="Plan for this dataset.",
             )
+        self._abandon()
         parts: deque[_Part] = deque()
         for batch in source.batches(
-            self._indices(parts), workers=workers, pin_memory=pin_memory, collate=collate
+            self._indices(parts),
+            workers=workers,
+            pin_memory=pin_memory,
+            collate=collate,
+            generator=self.seeds.generator("loading", self.step),
         ):
             part = parts.popleft()
             if part.first and not self._may_go_on():
                 return
             self._part = part
+            self._buffers = [(buffer, buffer._version) for buffer in self._kept]
             yield batch
             if self._part is not None:
                 raise InputError(
@@ -153,15 +189,21 @@ class PrivateGradients:
 
     def _indices(self, parts: deque[_Part]) -> Iterator[Tensor]:
         step = self.step
-        while self.policy is not None or step < self.plan.steps:
-            drawn = sampling.draw(self.plan.examples, self.plan.sampling_rate, self.seeds, step)
+        while self._unbounded or step < self.plan.steps:
+            drawn = sampling.draw(self.plan.examples, self._rate(step), self.seeds, step)
             pieces = sampling.chunks(self.group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(_Part(first=i == 0, last=i == len(pieces) - 1))
+                parts.append(_Part(i == 0, i == len(pieces) - 1, len(piece)))
                 yield piece
             step += 1
 
+    @property
+    def _unbounded(self) -> bool:
+        """A policy goes on as long as its filter lets it, where the plan has one rate for all."""
+        return self.policy is not None and isinstance(self.plan.sampling_rate, float)
+
     def _may_go_on(self) -> bool:
+        self._abandon()
         event = self._next = self._next_event()
         return self.group.agree(lambda: self.spending.fits(event))
 
@@ -169,35 +211,84 @@ class PrivateGradients:
         if self.policy is None:
             sigma = float(self.plan.sigmas[min(self.step, self.plan.steps - 1)])
         else:
-            released = Released(self.step, self._released, self.spending.granted)
+            released = Released(self.step, self.released, self.spending.granted)
             sigma = _validate.positive("the policy's σ", self.policy(released))
-        return GaussianStep(noise_multiplier=sigma, sampling_rate=self.plan.sampling_rate)
+        return GaussianStep(noise_multiplier=sigma, sampling_rate=self._rate(self.step))
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        part, self._part = self._part, None
-        if part is None:
-            part = self._own_batch(losses)
+        part = self._own_batch(losses) if self._part is None else self._part
+        self._check(losses, part)
+        self._part = None
         if part.first:
-            self._open = self._request()
+            self._request()
         step = self._open
         if step is None:
             raise InputError("begun", name="the step", value=None, remedy="Draw the next batch.")
-        step.sums = self.engine.clipped_sum(losses, step.clip, accumulate=step.sums).sums
+        try:
+            step.sums = self.engine.clipped_sum(losses, step.clip, accumulate=step.sums).sums
+        except BaseException:
+            self._abandon()
+            raise
         if part.last:
             self._open = None
             self._release(step.event.noise_multiplier * step.clip.sensitivity, step.sums)
 
-    def _request(self) -> _Open:
+    def _abandon(self) -> None:
+        """A step that was paid for and not finished stays spent; its sum is never released."""
+        if self._open is not None:
+            self._open = None
+            self.step += 1
+
+    def _check(self, losses: Tensor, part: _Part) -> None:
+        """Raise where the step would release more than the budget pays for; changes nothing."""
+        if len(losses) != part.size:
+            raise InputError(
+                f"one for each of the {part.size} examples of the batch that was drawn",
+                name="the number of losses",
+                value=len(losses),
+                remedy="Compute them from this batch, whole and alone.",
+            )
+        for module in self.model.modules():  # half as long as model.parameters() takes
+            for name, parameter in module._parameters.items():
+                if (
+                    parameter is not None
+                    and parameter.requires_grad
+                    and id(parameter) not in self._covered
+                ):
+                    raise InputError(
+                        "there when PrivateGradients was made",
+                        name=f"the parameter {name} of a {type(module).__name__}",
+                        value="added since",
+                        remedy="Its gradient would not be private: close() this one and make "
+                        "another.",
+                    )
+        if any(buffer._version != version for buffer, version in self._buffers):
+            raise InputError(
+                "left alone by the forward pass",
+                name="the model's buffers",
+                value="changed",
+                remedy="A running statistic of the data is a release that nobody pays for.",
+            )
+        if not self._looked_for_others:
+            _refuse_other_leaves(losses, self._covered)
+            self._looked_for_others = True
+
+    def _request(self) -> None:
         """The budget request: refused, it raises BudgetRefused and nothing has changed."""
+        self._abandon()
+        clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
+        if not isinstance(clip, Clip):
+            raise InputError("Flat, PerLayer or Automatic", name="what clip(t) gives", value=clip)
         event = self._next or self._next_event()
         self._next = None
         self.group.agree(lambda: self.spending.request(event))
         if not self.group.first:
             self.spending.note(event)
-        clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
-        return _Open(event, clip)
+        self._open = _Open(event, clip)
+        if self.granted is not None:
+            self.granted(event)
 
     def _release(self, noise_std: float, sums: list[Tensor]) -> None:
         """Noise on the sum, once; then the public divisor; then p.grad."""
@@ -210,26 +301,47 @@ class PrivateGradients:
         else:
             flat *= scale
         self.group.sum(flat)
-        self._released = torch.split(flat, [total.numel() for total in sums])
-        for parameter, gradient in zip(self.engine.parameters, self._released, strict=True):
+        self.released = torch.split(flat, [total.numel() for total in sums])
+        for parameter, gradient in zip(self.engine.parameters, self.released, strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
         self.step += 1
 
-    def skip_to(self, step: int) -> None:
-        """Steps that may have been released before a crash: spent, and not taken again."""
-        while self.step < min(step, self.plan.steps):
+    def skip(self, events: Iterable[GaussianStep]) -> None:
+        """Single steps that may have been released before a crash: spent, not taken again."""
+        for event in events:
             count = self.spending.skip if self.group.first else self.spending.note
-            count(self._next_event())
+            count(event)
             self.step += 1
 
     def _own_batch(self, losses: Tensor) -> _Part:
         """A batch that `batches` did not draw: only the whole dataset can be one."""
-        if self.plan.sampling_rate != 1 or losses.shape[:1] != (self.plan.examples,):
+        whole = self._rate(self.step) == 1 and losses.shape[:1] == (self.plan.examples,)
+        if not whole or self.group.world > 1:
             raise InputError(
                 "drawn by private.batches(dataset)",
                 name="the batch",
                 value=tuple(losses.shape),
                 remedy="The claim is for the plan's own sampler; only a full batch may come from "
-                "elsewhere.",
+                "elsewhere, and only in a single process.",
             )
-        return _Part(first=True, last=True)
+        return _Part(first=True, last=True, size=len(losses))
+
+
+def _refuse_other_leaves(losses: Tensor, covered: set[int]) -> None:
+    """A parameter outside the model (of the loss, say) would get its plain gradient."""
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [source for source, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in covered:
+            raise InputError(
+                "trained only as part of the model",
+                name="every parameter that the loss depends on",
+                value=tuple(leaf.shape),
+                remedy="The gradient of this one would be neither clipped nor noisy: move it into "
+                "a module of the model, or detach it.",
+            )
