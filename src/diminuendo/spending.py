@@ -92,13 +92,14 @@ class PlanSpending(Spending):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.budget)
         self.plan = plan
+        self._sigmas: list[float] = plan.sigmas.tolist()
 
     def _is_next(self, event: GaussianStep) -> bool:
-        ahead = self.plan.sigmas[self.steps : self.steps + event.count]
+        ahead = self._sigmas[self.steps : self.steps + event.count]
         return (
-            ahead.size == event.count
+            len(ahead) == event.count
             and event.sampling_rate == self.plan.sampling_rate
-            and bool((ahead == event.noise_multiplier).all())
+            and ahead == [event.noise_multiplier] * len(ahead)
         )
 
     def fits(self, event: GaussianStep) -> bool:

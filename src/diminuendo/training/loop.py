@@ -161,7 +161,7 @@ class _Run:
                     if after_step is not None:
                         after_step(private.step, private)
                     advance()
-                    if stopped.is_set():
+                    if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
                         break
                     self._reserve()

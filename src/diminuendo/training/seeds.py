@@ -23,7 +23,7 @@ class Seeds:
 
     fixed: int | None = None
     _root: bytes = field(default=b"", repr=False, compare=False)
-    _made: dict[tuple[str, str], torch.Generator] = field(
+    _made: dict[tuple[str, torch.device], torch.Generator] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -47,10 +47,10 @@ class Seeds:
         """
         label = f"{purpose} {step}".encode()
         digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
-        key = (purpose, str(device))
-        if key not in self._made:
-            self._made[key] = torch.Generator(device)
-        made = self._made[key]
+        key = (purpose, torch.device(device))
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = torch.Generator(device)
         return made.manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def shared(self, root: bytes) -> Seeds:

@@ -3,9 +3,8 @@
 Every rule is a frozen dataclass with
 
 * ``sensitivity``: the largest Euclidean norm one example's contribution can have, and
-* ``factors(norms)``: the factors of the examples, one row per group of parameters that the
-  rule clips on its own (``norms`` has shape ``(groups, N)``; so has the result, except that
-  rules which clip the whole gradient return a single row).
+* ``factors(norms)``: the factors of the examples, in the shape of ``norms``: ``(N,)`` for the
+  rules that clip the whole gradient, ``(layers, N)`` for the one that clips layer by layer.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Flat:
         return False
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Factors for norms of shape ``(1, N)``; a zero gradient gets the factor 1."""
+        """Factors for the norms ``(N,)``; a zero gradient gets the factor 1."""
         return _over(self.bound, norms).clamp_(max=1.0)
 
 
@@ -76,7 +75,7 @@ class Automatic:
         return False
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Factors for norms of shape ``(1, N)``; a zero gradient gets ``C / gamma`` times 0."""
+        """Factors for the norms ``(N,)``; a zero gradient gets ``C / gamma`` times 0."""
         return _over(self.bound, norms + self.gamma)
 
 
