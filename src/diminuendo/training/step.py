@@ -210,7 +210,7 @@ class PrivateGradients:
     def _noise(self, step: _Open) -> list[Tensor]:
         """The buffer that the sum is added to: the noise, once among all ranks.
 
-        To start from the noise saves three passes over the gradient.
+        To start from the noise saves two passes over the gradient.
         """
         parameters = self.engine.parameters
         dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
@@ -218,11 +218,14 @@ class PrivateGradients:
         size = sum([p.numel() for p in parameters])
         if self.group.first:
             generator = self.seeds.generator("noise", self.step, device)
-            step.flat = torch.empty(size, dtype=dtype, device=device)
-            step.flat.normal_(0.0, step.noise_std / self.divisor, generator=generator)
+            std = step.noise_std / self.divisor
+            step.flat = torch.normal(
+                0.0, std, (size,), generator=generator, dtype=dtype, device=device
+            )
         else:
             step.flat = torch.zeros(size, dtype=dtype, device=device)
-        return list(_unflatten_dense_tensors(step.flat, parameters))
+        views = _unflatten_dense_tensors(step.flat, parameters)  # type: ignore[no-untyped-call]
+        return list(views)
 
     def _release(self, step: _Open) -> None:
         """One sum over the ranks, then p.grad."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,12 @@ def _positive(owner: str, field: str, value: float) -> None:
 
 def _over(bound: float, norms: Tensor) -> Tensor:
     """``bound / norms`` in one kernel (a number over a tensor would take two)."""
-    return torch.div(torch.scalar_tensor(bound, dtype=norms.dtype), norms)
+    return torch.div(_number(bound, norms.dtype), norms)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.scalar_tensor(value, dtype=dtype)
 
 
 @dataclass(frozen=True)

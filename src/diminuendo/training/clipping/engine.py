@@ -204,7 +204,7 @@ class Engine:
             parts = {slot: part.view(params[slot].shape) for slot, part in group.sums(row)}
             done.update(parts)
             if parts and accumulate is not None:
-                totals = [sums[slot] for slot in parts]
+                totals = [total for slot in parts if (total := sums[slot]) is not None]
                 torch._foreach_add_(totals, list(parts.values()), alpha=scale)
             else:
                 for slot, part in parts.items():
@@ -346,9 +346,6 @@ class _Group:
     def norms(self) -> Tensor | None:
         """The norms of all together, or None if there is nothing."""
         terms = self._norms
-        if self._products:
-            left, right = zip(*self._products, strict=True)
-            terms.extend(torch._foreach_mul(left, right))
         if self._rows:
             rows = [value for _, value in self._rows]
             self._joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
@@ -357,9 +354,16 @@ class _Group:
             squares = self._squares
             total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
             terms.append(total.clamp(min=0.0).sqrt_())
-        if len(terms) < 2:
+        pairs = self._products
+        if len(terms) + len(pairs) < 2:
+            terms += [left * right for left, right in pairs]
             return terms[0] if terms else None
-        joint: Tensor = torch.linalg.vector_norm(torch.cat(terms).view(len(terms), -1), dim=0)
+        rows = [left for left, _ in pairs] + [right for _, right in pairs] + terms
+        table = torch.cat(rows).view(len(rows), -1)
+        if pairs:
+            left, table = table[: len(pairs)], table[len(pairs) :]
+            table[: len(pairs)].mul_(left)
+        joint: Tensor = torch.linalg.vector_norm(table, dim=0)
         return joint
 
     def purge(self, keep: Tensor) -> None:

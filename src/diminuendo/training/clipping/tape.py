@@ -93,8 +93,8 @@ class Piece:
         self.retire()
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Keep ``tensor`` (detached) and notice later changes in place."""
-        detached = tensor.detach()
+        """Keep ``tensor`` without its history and notice later changes in place."""
+        detached = tensor.detach() if tensor.requires_grad else tensor
         self._saved.append((detached, detached._version))
         return detached
 
