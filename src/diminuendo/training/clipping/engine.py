@@ -326,7 +326,6 @@ class _Group:
 
     def __init__(self) -> None:
         self._norms: list[Tensor] = []
-        self._products: list[tuple[Tensor, Tensor]] = []
         self._squares: list[Tensor] = []
         self._rows: list[tuple[int, Tensor]] = []
         self._joined: Tensor | None = None
@@ -336,8 +335,6 @@ class _Group:
         value = report.value
         if report.kind is Kind.SQUARE:
             self._squares.append(value)
-        elif report.times is not None:
-            self._products.append((value, report.times))
         elif report.kind is Kind.NORM:
             self._norms.append(value)
         else:
@@ -354,16 +351,9 @@ class _Group:
             squares = self._squares
             total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
             terms.append(total.clamp(min=0.0).sqrt_())
-        pairs = self._products
-        if len(terms) + len(pairs) < 2:
-            terms += [left * right for left, right in pairs]
+        if len(terms) < 2:
             return terms[0] if terms else None
-        rows = [left for left, _ in pairs] + [right for _, right in pairs] + terms
-        table = torch.cat(rows).view(len(rows), -1)
-        if pairs:
-            left, table = table[: len(pairs)], table[len(pairs) :]
-            table[: len(pairs)].mul_(left)
-        joint: Tensor = torch.linalg.vector_norm(table, dim=0)
+        joint: Tensor = torch.linalg.vector_norm(torch.cat(terms).view(len(terms), -1), dim=0)
         return joint
 
     def purge(self, keep: Tensor) -> None:
@@ -452,7 +442,7 @@ class _Norms:
             return
         piece.measured |= todo
         for report in piece.measure(todo):
-            key, kind, value, _ = report
+            key, kind, value = report
             if kind is Kind.ROWS:
                 limit = _JOINED_CPU if value.device.type == "cpu" else _JOINED
                 if value.numel() > limit:

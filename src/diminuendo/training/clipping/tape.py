@@ -31,15 +31,11 @@ class Kind(Enum):
 
 
 class Report(NamedTuple):
-    """What is known of the gradients of the parameter whose ``id`` is ``key``.
-
-    Norms that are a product are left to the engine, which multiplies those of all layers at once.
-    """
+    """What is known of the gradients of the parameter whose ``id`` is ``key``."""
 
     key: int
     kind: Kind
     value: Tensor
-    times: Tensor | None = None
 
 
 class _Root(torch.autograd.Function):

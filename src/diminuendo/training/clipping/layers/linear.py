@@ -74,7 +74,7 @@ class LinearPiece(Piece):
             if bias is not None:
                 result.append(Report(id(bias), Kind.NORM, out))
             if weight is not None and v is not None:
-                result.append(Report(id(weight), Kind.NORM, out, row_norm(v)))
+                result.append(Report(id(weight), Kind.NORM, out * row_norm(v)))
             return result
         if weight is not None and v is not None:
             squares, self._products = product_square_norm(u, v)
