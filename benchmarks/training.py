@@ -237,11 +237,11 @@ def report(name: str, seconds: dict[str, list[float]], base: str) -> None:
 
 
 def memory(name: str, kind: str) -> None:
-    """Peak resident memory of a process that only runs one kind of step, in MiB.
+    """Peak resident memory of a process that only runs one kind of whole step, in MiB.
 
     From /proc, since getrusage carries the parent's peak over into a child.
     """
-    step = (plain_step if kind == "plain" else private_step)(name, "cpu")
+    step = (plain_step if kind == "plain" else private_step)(name, "cpu", True)
     for _ in range(10):
         step()
     status = Path("/proc/self/status").read_text().splitlines()
@@ -249,13 +249,13 @@ def memory(name: str, kind: str) -> None:
 
 
 def gpu_memory(name: str) -> None:
-    """Peak device memory of each kind of step."""
+    """Peak device memory of each kind of whole step."""
     peaks = {}
     for kind, make in (("plain", plain_step), ("private", private_step)):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        step = make(name, "cuda")
+        step = make(name, "cuda", True)
         for _ in range(3):
             step()
         peaks[kind] = torch.cuda.max_memory_allocated() / 2**20

@@ -26,24 +26,24 @@ def real(
     remedy: str = "",
 ) -> float:
     """A finite float inside (above, below) and [at_least, at_most]."""
-    bounds = [
-        text
-        for bound, text in (
-            (above, f"above {above:g}"),
-            (at_least, f"at least {at_least:g}"),
-            (below, f"below {below:g}"),
-            (at_most, f"at most {at_most:g}"),
-        )
-        if math.isfinite(bound)
-    ]
-    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not (math.isfinite(number) and above < number < below and at_least <= number <= at_most):
-        raise InputError(expected, name=name, value=value, remedy=remedy)
-    return number
+    if math.isfinite(number) and above < number < below and at_least <= number <= at_most:
+        return number
+    bounds = [
+        f"{words} {bound:g}"
+        for words, bound in (
+            ("above", above),
+            ("at least", at_least),
+            ("below", below),
+            ("at most", at_most),
+        )
+        if math.isfinite(bound)
+    ]
+    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    raise InputError(expected, name=name, value=value, remedy=remedy)
 
 
 def positive(name: str, value: Any, *, remedy: str = "") -> float:

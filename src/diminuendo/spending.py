@@ -109,13 +109,15 @@ class PlanSpending(Spending):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.budget)
         self.plan = plan
+        self._sigmas: list[float] = plan.sigmas.tolist()
+        self._rates: list[float] = plan.rates.tolist()
 
     def _is_next(self, event: GaussianStep) -> bool:
         ahead = slice(self.steps, self.steps + event.count)
         return (
             self.steps + event.count <= self.plan.steps
-            and bool((self.plan.sigmas[ahead] == event.noise_multiplier).all())
-            and bool((self.plan.rates[ahead] == event.sampling_rate).all())
+            and self._sigmas[ahead] == [event.noise_multiplier] * event.count
+            and self._rates[ahead] == [event.sampling_rate] * event.count
         )
 
     def fits(self, event: GaussianStep) -> bool:

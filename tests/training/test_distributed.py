@@ -3,76 +3,167 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from diminuendo.training.distributed import Group
+
 HERE = str(Path(__file__).parent)
 SCRIPT = """
-import os, sys, warnings
+import datetime, os, sys, time, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {here!r})
-import datetime, torch, torch.distributed as dist, test_fit
+import torch, torch.distributed as dist, test_fit
 torch.set_num_threads(1)
-out, rate, die = sys.argv[1], float(sys.argv[2]), sys.argv[3]
-if "RANK" in os.environ:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-model = test_fit.make_model()
-def after(step, private):
-    if die == "die" and step == 5 and private.group.rank == 1:
-        os._exit(9)
-plan = test_fit.make_plan(sampling_rate=rate, gamma=0.95)
-result = test_fit.run(model, plan, seed=5, after_step=after)
+out, rates, mode, backend, device = sys.argv[1:]
 rank = os.environ.get("RANK", "0")
-torch.save((test_fit.weights(model), result.steps, result.epsilon), f"{{out}}/{{rank}}.pt")
+if "RANK" in os.environ:
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=20))
+def after(step, private):
+    if step == 5 and mode == "wait":
+        open(f"{{out}}/{{rank}}.pid", "w").write(str(os.getpid()))
+    if step >= 5 and mode == "wait":
+        time.sleep(0.05)
+    if step == 5 and mode == "die" and rank == "1":
+        os._exit(9)
+steps, runs = 400 if mode == "wait" else 20, []
+for rate in map(float, rates.split()):
+    model = test_fit.make_model().to(device)
+    plan = test_fit.make_plan(sampling_rate=rate, gamma=0.95, steps=steps)
+    result = test_fit.run(model, plan, seed=5, after_step=after)
+    final = test_fit.weights(model).cpu()
+    runs.append((final, result.status, result.steps, result.epsilon))
+torch.save(runs, f"{{out}}/{{rank}}.pt")
+if "RANK" in os.environ:
+    dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, world: int, rate: float, die: str = "live") -> list[int]:
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(here=HERE)))
-    command = [sys.executable, str(script), str(folder), str(rate), die]
-    if world == 1:
-        return [subprocess.run(command, check=False).returncode]
-    port = str(20_000 + os.getpid() % 20_000)
-    processes = [
+def script(
+    folder: Path, rates: str, mode: str = "live", backend: str = "gloo", device: str = "cpu"
+) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(SCRIPT.format(here=HERE)))
+    return [str(file), str(folder), rates, mode, backend, device]
+
+
+def torchrun(world: int, arguments: list[str]) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(world), *arguments],
+        check=False,
+        stderr=subprocess.DEVNULL,
+        timeout=240,
+    ).returncode
+
+
+def pair(arguments: list[str]) -> list[subprocess.Popen[bytes]]:
+    """Two ranks that nobody looks after: torchrun would end the second one itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
         subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             stderr=subprocess.DEVNULL,
             env={
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(world),
+                "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
         )
-        for rank in range(world)
+        for rank in range(2)
     ]
-    return [process.wait(timeout=120) for process in processes]
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.4])
-def test_two_processes_equal_one(rate: float, tmp_path: Path) -> None:
+def load(folder: Path, rank: int) -> list[tuple[torch.Tensor, str, int, float]]:
+    return torch.load(folder / f"{rank}.pt", weights_only=True)
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_two_processes_equal_one(device: str, tmp_path: Path) -> None:
     alone, both = tmp_path / "alone", tmp_path / "both"
-    alone.mkdir()
-    both.mkdir()
-    assert launch(alone, 1, rate) == [0]
-    assert launch(both, 2, rate) == [0, 0]
-    one = torch.load(alone / "0.pt", weights_only=True)
-    first = torch.load(both / "0.pt", weights_only=True)
-    second = torch.load(both / "1.pt", weights_only=True)
+    command = [sys.executable, *script(alone, "1.0 0.4", device=device)]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 0
+    assert torchrun(2, script(both, "1.0 0.4", device=device)) == 0
+    for one, first, second in zip(load(alone, 0), load(both, 0), load(both, 1), strict=True):
+        torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
+        torch.testing.assert_close(one[0], first[0], rtol=1e-5, atol=1e-6)
+        assert one[1:] == first[1:] == second[1:]
+        assert one[1:3] == ("done", 20)
+
+
+@CUDA
+def test_a_world_of_one_on_nccl(tmp_path: Path) -> None:
+    alone, world = tmp_path / "alone", tmp_path / "world"
+    command = [sys.executable, *script(alone, "0.4", device="cuda")]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 0
+    assert torchrun(1, script(world, "0.4", backend="nccl", device="cuda")) == 0
+    [one], [same] = load(alone, 0), load(world, 0)
+    torch.testing.assert_close(one[0], same[0], rtol=0, atol=0)
+
+
+def test_torchrun_reports_a_rank_that_dies(tmp_path: Path) -> None:
+    assert torchrun(2, script(tmp_path, "1.0", "die")) != 0
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_if_a_rank_is_killed_the_other_stops_with_an_error(victim: int, tmp_path: Path) -> None:
+    ranks = pair(script(tmp_path, "1.0", "wait"))
+    try:
+        files = [tmp_path / f"{rank}.pid" for rank in range(2)]
+        until = time.monotonic() + 60
+        while not all(file.exists() for file in files) and time.monotonic() < until:
+            time.sleep(0.02)
+        ranks[victim].kill()
+        codes = [rank.wait(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] > 0
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(asked: int, tmp_path: Path) -> None:
+    ranks = pair(script(tmp_path, "1.0", "wait"))
+    try:
+        file = tmp_path / f"{asked}.pid"
+        until = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        ranks[asked].terminate()
+        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    [first], [second] = load(tmp_path, 0), load(tmp_path, 1)
+    assert first[1:] == second[1:]
+    assert first[1] == "interrupted"
+    assert 5 <= first[2] < 400
     torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
-    torch.testing.assert_close(one[0], first[0], rtol=1e-5, atol=1e-6)
-    assert one[1:] == first[1:] == second[1:]
 
 
-def test_if_a_rank_dies_the_other_stops_with_an_error(tmp_path: Path) -> None:
-    codes = launch(tmp_path, 2, 1.0, "die")
-    assert codes[1] == 9
-    assert codes[0] not in (0, 9)
-    assert not (tmp_path / "0.pt").exists()
+def test_alone_nothing_is_exchanged() -> None:
+    group = Group.current()
+    total = torch.ones(3)
+    group.sum(total)
+    assert (group.first, group.agree(lambda: 7), group.any(True)) == (True, 7, True)
+    assert torch.equal(total, torch.ones(3))
+    assert torch.equal(group.share(torch.arange(4)), torch.arange(4))

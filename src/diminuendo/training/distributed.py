@@ -45,6 +45,14 @@ class Group:
         if self.world > 1:
             dist.all_reduce(tensor)
 
+    def any(self, here: bool) -> bool:
+        """Whether it holds on some rank: the same answer everywhere."""
+        if self.world == 1:
+            return here
+        flag = torch.tensor([int(here)], device=_device())
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
     def same_seeds(self, seeds: Seeds) -> Seeds:
         """The first rank's seeds, everywhere."""
         return seeds.shared(self._from_first(seeds.root)) if self.world > 1 else seeds

@@ -291,7 +291,7 @@ class _Run:
                         after_step(private.step, private)
                     seen = _mean(losses) if reveal else None
                     advance(seen)
-                    if stopped.is_set():
+                    if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
                         break
                     self._reserve()

@@ -26,7 +26,7 @@ class Seeds:
 
     fixed: int | None = None
     _root: bytes = field(default=b"", repr=False, compare=False)
-    _made: dict[tuple[str, str], torch.Generator] = field(
+    _made: dict[tuple[str, torch.device], torch.Generator] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -51,10 +51,10 @@ class Seeds:
         in a long run. So there the whole state is filled.
         """
         label = f"{purpose} {step}".encode()
-        key = (purpose, str(device))
-        if key not in self._made:
-            self._made[key] = torch.Generator(device)
-        made = self._made[key]
+        key = (purpose, torch.device(device))
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = torch.Generator(device)
         if made.device.type == "cpu":
             made.set_state(_filled(hashlib.shake_256(self._root + label).digest(4 * _WORDS)))
             return made

@@ -1,4 +1,4 @@
-"""Algorithm 1: request the budget, clip and sum, add the noise, hand the gradient on.
+"""Algorithm 1: request the budget, clip, add the sum to the noise, hand the gradient on.
 
 Formal guarantees of `PrivateGradients`: a gradient reaches `p.grad` only after `spending` granted
 the step; it is (Σ_i clip(g_i) + noise) / divisor, with noise of deviation σ_t × the clip's
@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from diminuendo import _validate
 from diminuendo.errors import InputError
@@ -52,10 +54,15 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Open:
-    """A step that has been paid for and is being summed up."""
+    """A step that has been paid for and is being summed up.
 
-    event: GaussianStep
+    `flat` holds, from the first micro-batch on, the noise and what was added to it, all of it
+    divided by the public divisor already; `sums` are its views, one for each parameter.
+    """
+
+    noise_std: float
     clip: Clip
+    flat: Tensor | None = None
     sums: list[Tensor] | None = None
 
 
@@ -226,14 +233,15 @@ class PrivateGradients:
         step = self._open
         if step is None:
             raise InputError("begun", name="the step", value=None, remedy="Draw the next batch.")
+        noisy = partial(self._noise, step) if step.sums is None else step.sums
         try:
-            step.sums = self.engine.clipped_sum(losses, step.clip, accumulate=step.sums).sums
+            step.sums = self.engine.clipped_sum(losses, step.clip, noisy, 1 / self.divisor).sums
         except BaseException:
             self._abandon()
             raise
         if part.last:
             self._open = None
-            self._release(step.event.noise_multiplier * step.clip.sensitivity, step.sums)
+            self._release(step)
 
     def _abandon(self) -> None:
         """A step that was paid for and not finished stays spent; its sum is never released."""
@@ -286,24 +294,39 @@ class PrivateGradients:
         self.group.agree(lambda: self.spending.request(event))
         if not self.group.first:
             self.spending.note(event)
-        self._open = _Open(event, clip)
+        self._open = _Open(event.noise_multiplier * clip.sensitivity, clip)
         if self.granted is not None:
             self.granted(event)
 
-    def _release(self, noise_std: float, sums: list[Tensor]) -> None:
-        """Noise on the sum, once; then the public divisor; then p.grad."""
-        flat = torch.cat([total.flatten() for total in sums])
-        scale = 1 / self.divisor
+    def _noise(self, step: _Open) -> list[Tensor]:
+        """The buffer that the sum is added to: the noise, once among all ranks.
+
+        To start from the noise saves two passes over the gradient.
+        """
+        parameters = self.engine.parameters
+        dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+        device = parameters[0].device
+        size = sum([p.numel() for p in parameters])
         if self.group.first:
-            generator = self.seeds.generator("noise", self.step, flat.device)
-            noise = torch.empty_like(flat).normal_(0.0, noise_std * scale, generator=generator)
-            flat = noise.add_(flat, alpha=scale)
+            generator = self.seeds.generator("noise", self.step, device)
+            std = step.noise_std / self.divisor
+            step.flat = torch.normal(
+                0.0, std, (size,), generator=generator, dtype=dtype, device=device
+            )
         else:
-            flat *= scale
-        self.group.sum(flat)
-        self.released = torch.split(flat, [total.numel() for total in sums])
-        for parameter, gradient in zip(self.engine.parameters, self.released, strict=True):
-            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+            step.flat = torch.zeros(size, dtype=dtype, device=device)
+        views = _unflatten_dense_tensors(step.flat, parameters)  # type: ignore[no-untyped-call]
+        return list(views)
+
+    def _release(self, step: _Open) -> None:
+        """One sum over the ranks, then p.grad."""
+        assert step.flat is not None
+        assert step.sums is not None
+        self.group.sum(step.flat)
+        self.released = tuple(step.sums)
+        for parameter, gradient in zip(self.engine.parameters, step.sums, strict=True):
+            same = gradient.dtype == parameter.dtype
+            parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
 
     def skip(self, events: Iterable[GaussianStep]) -> None:

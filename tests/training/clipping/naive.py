@@ -67,7 +67,7 @@ def batch_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     if isinstance(out, tuple):
         out = out[0]
     flat = out.flatten(1)
-    weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+    weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
 
 

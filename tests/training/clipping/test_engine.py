@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import shutil
 
 import pytest
 import torch
@@ -454,8 +456,19 @@ def test_dropout_between_layers() -> None:
         close(actual, expected, 1e-12, "sums")
 
 
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about itself
 @pytest.mark.parametrize("first", ["engine", "compile"])
-def test_compiled_model(first: str) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.skipif(not COMPILER, reason="no compiler")),
+    ],
+)
+def test_compiled_model(first: str, backend: str) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.LayerNorm(7), nn.Linear(7, 3))
     x = torch.randn(6, 5)
     with Engine(model) as engine:
@@ -463,9 +476,9 @@ def test_compiled_model(first: str) -> None:
     torch._dynamo.reset()
     if first == "engine":
         engine = Engine(model)
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend=backend)
     else:
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend=backend)
         engine = Engine(compiled)
     for _ in range(2):
         actual = engine.clipped_sum(batch_loss(compiled, (x,)), Flat(0.5))
@@ -473,3 +486,40 @@ def test_compiled_model(first: str) -> None:
         for a, b in zip(actual.sums, expected.sums, strict=True):
             close(a, b, 1e-12, "sums")
     engine.close()
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_scaled_sums_are_added_to_what_the_buffers_hold(clip: Clip) -> None:
+    model = nn.Sequential(
+        nn.Embedding(9, 6),
+        nn.Linear(6, 6),
+        nn.LayerNorm(6),
+        nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(18, 4),
+    )
+    x = torch.randint(0, 9, (5, 3))
+    with Engine(model) as engine:
+        plain = engine.clipped_sum(batch_loss(model, (x,)), clip)
+        scaled = engine.clipped_sum(batch_loss(model, (x,)), clip, scale=0.25)
+        made = [torch.randn_like(total) for total in plain.sums]
+        before = [total.clone() for total in made]
+        added = engine.clipped_sum(batch_loss(model, (x,)), clip, lambda: made, 0.25)
+    for total, quarter, start, end, own in zip(
+        plain.sums, scaled.sums, before, added.sums, made, strict=True
+    ):
+        assert end is own
+        close(quarter, 0.25 * total, 1e-12, "scaled")
+        close(end, start + 0.25 * total, 1e-12, "added")
+
+
+def test_a_hook_that_writes_on_the_gradient_changes_its_own_step_alone() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with Engine(model) as engine:
+        first = engine.clipped_sum(batch_loss(model, (x,)), Automatic(1.0))
+        losses = batch_loss(model, (x,))
+        losses.register_hook(lambda grad: grad.mul_(0.5))
+        halved = engine.clipped_sum(losses, Automatic(1.0))
+        again = engine.clipped_sum(batch_loss(model, (x,)), Automatic(1.0))
+    close(halved.norms, 0.5 * first.norms, 1e-12, "norms")
+    assert torch.equal(again.norms, first.norms)

@@ -3,9 +3,8 @@
 Every rule is a frozen dataclass with
 
 * ``sensitivity``: the largest Euclidean norm one example's contribution can have, and
-* ``factors(norms)``: the factors of the examples, one row per group of parameters that the
-  rule clips on its own (``norms`` has shape ``(groups, N)``; so has the result, except that
-  rules which clip the whole gradient return a single row).
+* ``factors(norms)``: the factors of the examples, in the shape of ``norms``: ``(N,)`` for the
+  rules that clip the whole gradient, ``(layers, N)`` for the one that clips layer by layer.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,7 +27,12 @@ def _positive(owner: str, field: str, value: float) -> None:
 
 def _over(bound: float, norms: Tensor) -> Tensor:
     """``bound / norms`` in one kernel (a number over a tensor would take two)."""
-    return torch.div(torch.scalar_tensor(bound, dtype=norms.dtype), norms)
+    return torch.div(_number(bound, norms.dtype), norms)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.scalar_tensor(value, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Flat:
         return False
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Factors for norms of shape ``(1, N)``; a zero gradient gets the factor 1."""
+        """Factors for the norms ``(N,)``; a zero gradient gets the factor 1."""
         return _over(self.bound, norms).clamp_(max=1.0)
 
 
@@ -76,7 +81,7 @@ class Automatic:
         return False
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Factors for norms of shape ``(1, N)``; a zero gradient gets ``C / gamma`` times 0."""
+        """Factors for the norms ``(N,)``; a zero gradient gets ``C / gamma`` times 0."""
         return _over(self.bound, norms + self.gamma)
 
 

@@ -45,6 +45,8 @@ def square_norm(per_example: Tensor) -> Tensor:
 
 def spread(factors: Tensor, like: Tensor) -> Tensor:
     """The factors ``(N,)`` shaped so that they multiply the examples of ``like``."""
+    if like.dim() == 2:
+        return factors.unsqueeze(1)
     return factors.view(-1, *([1] * (like.dim() - 1)))
 
 
@@ -95,13 +97,25 @@ def product_weighted(u: Tensor, v: Tensor, factors: Tensor) -> Tensor:
 
     ``u`` and ``v`` are ``(N, T, *)``, or ``(N, *)`` where each example has one token.
     """
+    return torch.mm(*_folded(u, v, factors))
+
+
+def add_product_weighted(
+    total: Tensor, u: Tensor, v: Tensor, factors: Tensor, scale: float
+) -> None:
+    """Add ``scale`` times :func:`product_weighted` to ``total`` within the same kernel."""
+    total.addmm_(*_folded(u, v, factors), alpha=scale)
+
+
+def _folded(u: Tensor, v: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices whose product is the weighted sum; the narrower one carries the factors."""
     if u.shape[-1] <= v.shape[-1]:
         u = u * spread(factors, u)
     else:
         v = v * spread(factors, v)
     if u.dim() == 3:
         u, v = u.reshape(-1, u.shape[2]), v.reshape(-1, v.shape[2])
-    return torch.mm(u.t(), v)
+    return u.t(), v
 
 
 @dataclass

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any
@@ -32,12 +32,15 @@ from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
-from diminuendo.training.clipping.tape import Kind, Piece, Tape, kept_rows
+from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows
 
 # Per-example gradients with at most this many entries are joined with those of other parameters,
 # so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
 _JOINED = 1 << 20
 _JOINED_CPU = 1 << 15
+
+Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+"""Where sums go; a function is called once the backward pass has let go of its memory."""
 
 
 @dataclass
@@ -45,13 +48,17 @@ class ClippedSum:
     """The result of one call of :meth:`Engine.clipped_sum`.
 
     ``sums`` is aligned with ``Engine.parameters``; ``norms`` are the unclipped norms ``(N,)``;
-    ``nonfinite`` is a 0-dim tensor, the number of examples left out because their norm was
-    infinite or not a number.
+    ``finite`` says which of them are finite, unless all are.
     """
 
     sums: list[Tensor]
     norms: Tensor
-    nonfinite: Tensor
+    finite: Tensor | None = None
+
+    @property
+    def nonfinite(self) -> int:
+        """How many examples were left out because their norm was not finite."""
+        return 0 if self.finite is None else int((~self.finite).sum())
 
 
 class Engine:
@@ -70,6 +77,7 @@ class Engine:
         self.eval_mode = eval_mode
         self._tape = Tape()
         self._installed: list[tuple[nn.Module, Any]] = []
+        self._ones = torch.ones(0)
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
             raise EngineError("the model has no parameter with requires_grad=True to train")
@@ -98,8 +106,8 @@ class Engine:
                 self._group(module)
         for module, forward in plan:
             self._installed.append((module, module.__dict__.get("forward")))
-            patched = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-            patched.engine_holder = module
+            patched = _outside_graphs(forward)
+            patched.engine_holder = module  # type: ignore[attr-defined]
             object.__setattr__(module, "forward", MethodType(patched, module))
 
     def _group(self, module: nn.Module) -> None:
@@ -135,79 +143,82 @@ class Engine:
         return [torch.zeros_like(upcast(param.detach())) for param in self.parameters]
 
     def clipped_sum(
-        self, losses: Tensor, clip: Clip, accumulate: Sequence[Tensor] | None = None
+        self,
+        losses: Tensor,
+        clip: Clip,
+        accumulate: Buffers | None = None,
+        scale: float = 1.0,
     ) -> ClippedSum:
-        """``sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
+        """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
         ``losses`` has one entry per example, shape ``(N,)``. With ``accumulate`` (for example
-        ``engine.zeros()``) the sums are added into those buffers, which are also returned. An
+        ``engine.zeros``) the sums are added into those buffers, which are also returned. An
         example whose norm is not finite contributes exactly zero.
         """
         self.check_losses(losses)
+        if accumulate is None and scale != 1.0:
+            accumulate = self.zeros
         device = losses.device.type
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate)
+                return self._clipped_sum(losses, clip, accumulate, scale)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate)
+                return self._clipped_sum(losses, clip, accumulate, scale)
 
     def _clipped_sum(
-        self, losses: Tensor, clip: Clip, accumulate: Sequence[Tensor] | None
+        self, losses: Tensor, clip: Clip, accumulate: Buffers | None, scale: float
     ) -> ClippedSum:
         if losses.shape[0] == 0:
-            sums = self.zeros() if accumulate is None else list(accumulate)
-            dtype = upcast(losses).dtype
-            return ClippedSum(
-                sums,
-                torch.zeros(0, dtype=dtype, device=losses.device),
-                torch.zeros((), dtype=torch.int64, device=losses.device),
-            )
+            sums = self.zeros() if accumulate is None else _made(accumulate)
+            return ClippedSum(sums, upcast(losses.detach()))
         collected = _Norms(self._slot, losses.shape[0])
         self._backward(collected, losses)
         groups = [_Group() for _ in self.layers] if clip.per_layer else [_Group()]
-        for slot, kind, value in collected.finish(self.parameters):
-            groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, kind, value)
+        for slot, report in collected.finish(self.parameters):
+            groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors, finite = self._factors(groups, clip, losses)
         live, collected.live = collected.live, []
-        if finite is None:
-            nonfinite = torch.zeros((), dtype=torch.int64)
-        else:
-            nonfinite = (~finite).sum()
+        if finite is not None:
             for piece in live:
                 piece.purge(finite)
             for group in groups:
                 group.purge(finite)
-        sums = self._sums(live, groups, factors, accumulate)
-        return ClippedSum(sums, norms, nonfinite)
+        sums = self._sums(live, groups, factors, accumulate, scale)
+        return ClippedSum(sums, norms, finite)
 
     def _sums(
         self,
         live: list[Piece],
         groups: list[_Group],
-        factors: Tensor,
-        accumulate: Sequence[Tensor] | None,
+        rows: Sequence[Tensor],
+        accumulate: Buffers | None,
+        scale: float,
     ) -> list[Tensor]:
         """``sum_i c_i g_i`` for every parameter; the pieces let go of their data on the way."""
         params = self.parameters
         sums: list[Tensor | None] = [None] * len(params)
         if accumulate is not None:
-            sums = list(accumulate)
-        rows = factors.unbind(0)
+            sums = list(_made(accumulate))
         done: set[int] = set()
         for group, row in zip(groups, rows, strict=True):
-            for slot, part in group.sums(row):
-                done.add(slot)
-                part = part.view(params[slot].shape)
-                total = sums[slot]
-                sums[slot] = part if total is None else total.add_(part)
+            parts = {slot: part.view(params[slot].shape) for slot, part in group.sums(row)}
+            done.update(parts)
+            if parts and accumulate is not None:
+                totals = [total for slot in parts if (total := sums[slot]) is not None]
+                torch._foreach_add_(totals, list(parts.values()), alpha=scale)
+            else:
+                for slot, part in parts.items():
+                    sums[slot] = part
         for piece in live:
             for param in piece.params:
                 slot = self._slot[id(param)]
                 if slot not in done:
                     row = rows[self._layer_of[slot] if len(rows) > 1 else 0]
-                    part = piece.weighted_sum(param, row)
                     total = sums[slot]
-                    sums[slot] = part if total is None else total.add_(part)
+                    if total is None:
+                        sums[slot] = piece.weighted_sum(param, row)
+                    else:
+                        piece.add_weighted(total, param, row, scale)
             piece.release()
         return [
             torch.zeros_like(upcast(param.detach())) if total is None else total
@@ -251,7 +262,7 @@ class Engine:
                 param.grad = None
         self._tape.arrive = norms.arrive
         try:
-            torch.autograd.backward(losses, torch.ones_like(losses))
+            torch.autograd.backward(losses, self._ones_like(losses))
             reached = [param.grad is not None for param in params]
         finally:
             self._tape.arrive = None
@@ -260,6 +271,18 @@ class Engine:
                     param.grad = grad
         if any(reached):
             self._refuse_direct_use(self.names[reached.index(True)], bool(norms.live))
+
+    def _ones_like(self, losses: Tensor) -> Tensor:
+        """Ones, made anew only if the last ones do not fit or somebody wrote on them."""
+        ones = self._ones
+        if (
+            ones.shape != losses.shape
+            or ones.dtype != losses.dtype
+            or ones.device != losses.device
+            or ones._version
+        ):
+            ones = self._ones = torch.ones_like(losses)
+        return ones
 
     def _refuse_direct_use(self, name: str, recorded: bool) -> None:
         if not recorded:
@@ -276,25 +299,26 @@ class Engine:
 
     def _factors(
         self, groups: list[_Group], clip: Clip, losses: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Norms ``(N,)``, factors (groups, N), and which examples are finite if not all are.
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
+        """Norms ``(N,)``, the factors of each group, and who is finite if not all are.
 
         The one place where the host waits for the device: to mask every tensor on the device
         instead would cost two kernels for each layer.
         """
         rows = [group.norms() for group in groups]
-        if len(rows) == 1 and rows[0] is not None:
-            norms = rows[0]
-            stacked = norms.unsqueeze(0)
-        else:
-            zero = torch.zeros_like(upcast(losses.detach()))
-            stacked = torch.stack([zero if row is None else row for row in rows])
+        known = [torch.zeros_like(upcast(losses.detach())) if r is None else r for r in rows]
+        factors: Sequence[Tensor]
+        if clip.per_layer:
+            stacked = torch.stack(known)
             norms = torch.linalg.vector_norm(stacked, dim=0)
-        factors = clip.factors(stacked)
-        if math.isfinite(norms.sum().item()):
+            factors = clip.factors(stacked).unbind(0)
+        else:
+            norms = known[0]
+            factors = [clip.factors(norms)]
+        if math.isfinite(norms.cpu().sum().item()):
             return norms, factors, None
         finite = norms.isfinite()
-        return norms, torch.where(finite, factors, 0.0), finite
+        return norms, [torch.where(finite, row, 0.0) for row in factors], finite
 
 
 class _Group:
@@ -306,12 +330,13 @@ class _Group:
         self._rows: list[tuple[int, Tensor]] = []
         self._joined: Tensor | None = None
 
-    def add(self, slot: int, kind: Kind, value: Tensor) -> None:
+    def add(self, slot: int, report: Report) -> None:
         """Take one report."""
-        if kind is Kind.NORM:
-            self._norms.append(value)
-        elif kind is Kind.SQUARE:
+        value = report.value
+        if report.kind is Kind.SQUARE:
             self._squares.append(value)
+        elif report.kind is Kind.NORM:
+            self._norms.append(value)
         else:
             self._rows.append((slot, value if value.dim() == 2 else value.flatten(1)))
 
@@ -328,7 +353,7 @@ class _Group:
             terms.append(total.clamp(min=0.0).sqrt_())
         if len(terms) < 2:
             return terms[0] if terms else None
-        joint: Tensor = torch.linalg.vector_norm(torch.stack(terms), dim=0)
+        joint: Tensor = torch.linalg.vector_norm(torch.cat(terms).view(len(terms), -1), dim=0)
         return joint
 
     def purge(self, keep: Tensor) -> None:
@@ -358,7 +383,7 @@ class _Norms:
     def __init__(self, slot: dict[int, int], examples: int) -> None:
         self.slot, self.examples = slot, examples
         self.live: list[Piece] = []
-        self._reports: list[tuple[int, Kind, Tensor]] = []
+        self._reports: list[tuple[int, Report]] = []
         self._seen: set[int] = set()
 
     def arrive(self, piece: Piece) -> None:
@@ -379,8 +404,8 @@ class _Norms:
             self._process(piece)
             self._measure(piece, alone)
 
-    def finish(self, params: list[nn.Parameter]) -> list[tuple[int, Kind, Tensor]]:
-        """All reports, by slot of the parameter."""
+    def finish(self, params: list[nn.Parameter]) -> list[tuple[int, Report]]:
+        """All reports, each with the slot of its parameter."""
         users: list[list[Piece]] = [[] for _ in params]
         for piece in self.live:
             if not piece.processed:
@@ -396,7 +421,8 @@ class _Norms:
         reports = [report for report in self._reports if len(users[report[0]]) == 1]
         for slot, pieces in enumerate(users):
             if len(pieces) > 1:
-                reports.append((slot, Kind.SQUARE, _shared(params[slot], pieces)))
+                param = params[slot]
+                reports.append((slot, Report(id(param), Kind.SQUARE, _shared(param, pieces))))
         return reports
 
     def _process(self, piece: Piece) -> None:
@@ -415,12 +441,13 @@ class _Norms:
         if not todo:
             return
         piece.measured |= todo
-        for key, kind, value in piece.measure(todo):
+        for report in piece.measure(todo):
+            key, kind, value = report
             if kind is Kind.ROWS:
                 limit = _JOINED_CPU if value.device.type == "cpu" else _JOINED
                 if value.numel() > limit:
-                    kind, value = Kind.NORM, row_norm(value)
-            self._reports.append((self.slot[key], kind, value))
+                    report = Report(key, Kind.NORM, row_norm(value))
+            self._reports.append((self.slot[key], report))
 
 
 def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:
@@ -433,6 +460,22 @@ def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:
     for piece in pieces[1:]:
         total = total + piece.instantiate(param)
     return square_norm(total)
+
+
+def _made(buffers: Buffers) -> list[Tensor]:
+    return list(buffers() if callable(buffers) else buffers)
+
+
+def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, called as it is, or between two graphs where a compiler traces the model."""
+    disabled = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+    def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disabled(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return patched
 
 
 def _inside_parametrization(path: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,12 @@ class Kind(Enum):
     ROWS = 3  # the gradients themselves, (N, *shape): the engine measures and sums them
 
 
-Report = tuple[int, Kind, Tensor]  # id of the parameter, kind, value
+class Report(NamedTuple):
+    """What is known of the gradients of the parameter whose ``id`` is ``key``."""
+
+    key: int
+    kind: Kind
+    value: Tensor
 
 
 class _Root(torch.autograd.Function):
@@ -84,8 +89,8 @@ class Piece:
         self.retire()
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Keep ``tensor`` (detached) and notice later changes in place."""
-        detached = tensor.detach()
+        """Keep ``tensor`` without its history and notice later changes in place."""
+        detached = tensor.detach() if tensor.requires_grad else tensor
         self._saved.append((detached, detached._version))
         return detached
 
@@ -111,6 +116,12 @@ class Piece:
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
         """``sum_i factors[i] g_i`` of one parameter, in its shape."""
         raise NotImplementedError
+
+    def add_weighted(
+        self, total: Tensor, param: nn.Parameter, factors: Tensor, scale: float
+    ) -> None:
+        """Add ``scale`` times the weighted sum to ``total``."""
+        total.add_(self.weighted_sum(param, factors), alpha=scale)
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         """The per-example gradients of one parameter, ``(N, *shape)``."""

@@ -54,9 +54,9 @@ class StackedPiece(Piece):
         for block in self.blocks:
             parts = ((self.weight, block.weight), (self.bias, block.bias))
             todo = {id(part) for whole, part in parts if id(whole) in wanted}
-            for key, kind, value in block.measure(todo):
-                whole = self.weight if key == id(block.weight) else self.bias
-                result.append((id(whole), *_measured(kind, value)))
+            for report in block.measure(todo):
+                whole = self.weight if report.key == id(block.weight) else self.bias
+                result.append(_measured(id(whole), report))
         return result
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
@@ -84,9 +84,11 @@ class StackedPiece(Piece):
         return part
 
 
-def _measured(kind: Kind, value: Tensor) -> tuple[Kind, Tensor]:
+def _measured(key: int, report: Report) -> Report:
     """The report of a block: its rows are only a part of the parameter's, so only norms."""
-    return (Kind.NORM, row_norm(value)) if kind is Kind.ROWS else (kind, value)
+    if report.kind is Kind.ROWS:
+        return Report(key, Kind.NORM, row_norm(report.value))
+    return report._replace(key=key)
 
 
 def _tokens(block: LinearPiece) -> int:
@@ -212,9 +214,9 @@ class SeparatePiece(StackedPiece):
         for block in self.blocks:
             parts = ((block.weight, block.weight), (self.bias, block.bias))
             todo = {id(part) for whole, part in parts if id(whole) in wanted}
-            for key, kind, value in block.measure(todo):
-                whole = key if key == id(block.weight) else id(self.bias)
-                result.append((whole, *_measured(kind, value)))
+            for report in block.measure(todo):
+                whole = report.key if report.key == id(block.weight) else id(self.bias)
+                result.append(_measured(whole, report))
         return result
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:

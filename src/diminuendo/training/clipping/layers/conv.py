@@ -92,14 +92,14 @@ class ConvPiece(Piece):
         if self.weight is not None and id(self.weight) in wanted:
             weight, key, x = self.weight, id(self.weight), self._x()
             if not instantiating_pays(grads.shape[2:].numel(), weight, self.module.groups):
-                result.append((key, Kind.SQUARE, self._gram_square_norm()))
+                result.append(Report(key, Kind.SQUARE, self._gram_square_norm()))
             elif keeping_pays(self.examples, weight, grads.numel() + x.numel(), grads.device):
                 self._kept = self._per_example_weight()
-                result.append((key, Kind.ROWS, self._kept))
+                result.append(Report(key, Kind.ROWS, self._kept))
             else:
-                result.append((key, Kind.NORM, self._passing_norm()))
+                result.append(Report(key, Kind.NORM, self._passing_norm()))
         if self.bias is not None and id(self.bias) in wanted:
-            result.append((id(self.bias), Kind.ROWS, self._per_example_bias()))
+            result.append(Report(id(self.bias), Kind.ROWS, self._per_example_bias()))
         if self._kept is not None and (self.bias is None or self._totals is not None):
             self.inputs = self.grads = None
         return result

@@ -51,8 +51,8 @@ class EmbeddingPiece(Piece):
             return []
         factor = self.factor(weight)
         if factor.rows.shape[1] == 1:
-            return [(id(weight), Kind.NORM, row_norm(factor.cols))]
-        return [(id(weight), Kind.SQUARE, factor.inner(factor))]
+            return [Report(id(weight), Kind.NORM, row_norm(factor.cols))]
+        return [Report(id(weight), Kind.SQUARE, factor.inner(factor))]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
         assert self.grads is not None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import (
     Factor,
+    add_product_weighted,
     product_square_norm,
     product_weighted,
     row_norm,
@@ -56,10 +57,12 @@ class LinearPiece(Piece):
     def _by_tokens(self, tensor: Tensor) -> Tensor:
         """As ``(N, T, d)``, or ``(N, d)`` where each example has one token."""
         shape = tensor.shape
+        if len(shape) == 2 and shape[0] == self.examples:
+            return tensor
         if shape[:-1].numel() != self.examples:
             whole = len(shape) == 3 and shape[0] == self.examples
             return tensor if whole else tensor.reshape(self.examples, -1, shape[-1])
-        return tensor if len(shape) == 2 else tensor.reshape(self.examples, shape[-1])
+        return tensor.reshape(self.examples, shape[-1])
 
     def measure(self, wanted: set[int]) -> list[Report]:
         u, v = self._u(), self.inputs
@@ -69,15 +72,15 @@ class LinearPiece(Piece):
         if u.dim() == 2:
             out = row_norm(u)
             if bias is not None:
-                result.append((id(bias), Kind.NORM, out))
+                result.append(Report(id(bias), Kind.NORM, out))
             if weight is not None and v is not None:
-                result.append((id(weight), Kind.NORM, out * row_norm(v)))
+                result.append(Report(id(weight), Kind.NORM, out * row_norm(v)))
             return result
         if weight is not None and v is not None:
             squares, self._products = product_square_norm(u, v)
-            result.append((id(weight), Kind.SQUARE, squares))
+            result.append(Report(id(weight), Kind.SQUARE, squares))
         if bias is not None:
-            result.append((id(bias), Kind.ROWS, self._per_example_bias()))
+            result.append(Report(id(bias), Kind.ROWS, self._per_example_bias()))
         if self._products is not None and (self.bias is None or self._totals is not None):
             self.inputs = self.grads = None  # the products replace them
         return result
@@ -89,6 +92,19 @@ class LinearPiece(Piece):
             assert self.inputs is not None
             return product_weighted(self._u(), self.inputs, factors)
         return weighted(factors, self._per_example_bias())
+
+    def add_weighted(
+        self, total: Tensor, param: nn.Parameter, factors: Tensor, scale: float
+    ) -> None:
+        u, v = self.grads, self.inputs
+        if u is None or not u.dtype == factors.dtype == total.dtype:
+            super().add_weighted(total, param, factors, scale)
+        elif param is not self.weight:
+            total.addmv_(self._per_example_bias().t(), factors, alpha=scale)
+        elif v is None or self._products is not None:
+            super().add_weighted(total, param, factors, scale)
+        else:
+            add_product_weighted(total, u, v, factors, scale)
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         if param is self.weight:

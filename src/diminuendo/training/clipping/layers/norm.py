@@ -29,7 +29,7 @@ class DirectPiece(Piece):
 
     def measure(self, wanted: set[int]) -> list[Report]:
         return [
-            (id(param), Kind.ROWS, self.values[id(param)])
+            Report(id(param), Kind.ROWS, self.values[id(param)])
             for param in self.params
             if id(param) in self.values and id(param) in wanted
         ]
