@@ -288,7 +288,7 @@ class Study:
     def batch(
         self, replicas: int, block: int, at_once: int | None = None
     ) -> Perceptrons | Vmapped | OneByOne:
-        """The fastest kind of batch that can hold this model; `at_once` rows of it step together."""
+        """The fastest kind of batch for this model; `at_once` rows of it step together."""
         layers = layers_of(self.template)
         if layers is not None and layers[0].fan_in == self.x[0, 0].numel():
             return Perceptrons(layers, replicas, self.loss, block, self.like, at_once)
@@ -376,11 +376,8 @@ class Noise:
         rows = self.rows[: len(stds)]
         if self._philox is not None:
             numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
-            both = (
-                torch.tensor(numbers).pin_memory(),
-                torch.tensor(stds, dtype=rows.dtype).pin_memory(),
-            )
-            seeds, scales = (part.to(rows.device, non_blocking=True) for part in both)
+            both = torch.tensor(numbers), torch.tensor(stds, dtype=rows.dtype)
+            seeds, scales = (p.pin_memory().to(rows.device, non_blocking=True) for p in both)
             return self._philox.fill(rows, seeds, scales)
 
         def draw_row(row: int) -> None:
