@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -212,22 +210,24 @@ def test_the_papers_network() -> None:
     x = torch.randn(1000, 60, generator=generator)
     x *= 10 / x.norm(dim=1).max()
     y = torch.randint(0, 10, (1000,), generator=generator)
-    fits = {}
-    for beta in (0.0, 0.9):
-        fits[beta] = measure(
+    plain, bent = (
+        measure(
             network,
             (x, y),
             source="auxiliary",
-            sigmas=[14.0] * 50,
+            sigmas=[14.0] * 40,
             lr=0.1,
             clip=4.0,
             beta=beta,
-            steps=12,
-            repeats=4,
+            steps=9,
+            repeats=3,
+            progress=False,
         )
-    plain, bent = fits[0.0], fits[0.9]
+        for beta in (0.0, 0.9)
+    )
     assert plain.exponential().gamma < 1
     assert plain.exponential().r_squared > 0.9
-    assert plain.exponential().r_squared > bent.exponential().r_squared
-    assert bent.mean[-1] < bent.mean.max() / 2
-    assert math.isfinite(plain.mean.sum())
+    assert plain.mean[-1] == plain.mean.max()
+    theory = influence.momentum(gamma=plain.exponential().gamma, beta=0.9, steps=40)
+    assert theory[-1] < theory[34] < theory[29]
+    assert bent.mean[-1] < bent.mean[-2] < bent.mean[-3]
