@@ -281,6 +281,24 @@ def test_bad_input() -> None:
         train(mlp, (x, y), [plain()], evaluate={"test": (x[:, 1:], y)}, progress=False)
 
 
+def test_frozen_parameters_are_refused() -> None:
+    def partly() -> nn.Module:
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    with pytest.raises(dim.InputError, match="all its parameters"):
+        train(partly, make_data(), [plain()], progress=False)
+
+
+def test_the_kind_of_batch_follows_the_model() -> None:
+    kinds = [
+        repeats.Study.of(model, make_data(), [plain()], "cross-entropy", {}, None, None).kind
+        for model in (mlp, lambda: Normed().double(), lambda: Recurrent().double())
+    ]
+    assert [kind.__name__ for kind in kinds] == ["Perceptrons", "Vmapped", "OneByOne"]
+
+
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
