@@ -26,11 +26,13 @@ CORE = {*BEFORE}
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
 GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report"), ("spending", "ledger")}
-"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL."""
+LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
+"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
+`influence.measure` for its runs."""
 
 
 def room(module: str) -> str:

@@ -41,6 +41,12 @@ class Seeds:
     def private(self) -> bool:
         return self.fixed is None
 
+    def number(self, purpose: str, step: int) -> int:
+        """The seed for one purpose in one step."""
+        label = f"{purpose} {step}".encode()
+        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
     def generator(
         self, purpose: str, step: int, device: torch.device | str = "cpu"
     ) -> torch.Generator:
@@ -50,16 +56,15 @@ class Seeds:
         `manual_seed` keeps 32 bits of a seed: few enough to try them all, and to meet one twice
         in a long run. So there the whole state is filled.
         """
-        label = f"{purpose} {step}".encode()
         key = (purpose, torch.device(device))
         made = self._made.get(key)
         if made is None:
             made = self._made[key] = torch.Generator(device)
         if made.device.type == "cpu":
+            label = f"{purpose} {step}".encode()
             made.set_state(_filled(hashlib.shake_256(self._root + label).digest(4 * _WORDS)))
             return made
-        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
-        return made.manual_seed(int.from_bytes(digest, "big") >> 1)
+        return made.manual_seed(self.number(purpose, step))
 
     def shared(self, root: bytes) -> Seeds:
         """The same seeds on another rank."""
