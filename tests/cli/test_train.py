@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,17 @@ def test_a_finished_run_is_not_run_again(run_file: Path) -> None:
     assert main(["train", str(run_file), "--json"]) == 0
     after = torch.load("out/model.pt", weights_only=True)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_plan_leaves_a_finished_run_as_it_is(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(run_file), "--json"]) == 0
+    before = {path.name: path.read_bytes() for path in Path("out").glob("*.*")}
+    run_file.write_text(run_file.read_text().replace("steps = 12", "steps = 13"))
+    assert main(["train", str(run_file), "--json"]) == 2
+    assert "another folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path("out").glob("*.*")} == before
 
 
 def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +182,7 @@ def test_a_loss_is_in_the_files_only_on_request(
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("refused", 3), ("interrupted", 130)])
 def test_the_exit_code_says_how_a_run_ended(
-    run_file: Path, status: str, code: int, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, status: Any, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fit(*_: object, **__: object) -> training.Result:
         return training.Result(status, "because", 3, (), 1.0, 1e-5, "add-remove", True)
