@@ -82,6 +82,17 @@ def test_a_finished_run_is_not_run_again(run_file: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_another_plan_leaves_a_finished_run_as_it_is(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(run_file), "--json"]) == 0
+    before = {path.name: path.read_bytes() for path in Path("out").glob("*.*")}
+    run_file.write_text(run_file.read_text().replace("steps = 12", "steps = 13"))
+    assert main(["train", str(run_file), "--json"]) == 2
+    assert "another folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path("out").glob("*.*")} == before
+
+
 def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.write_text(RUN.format(folder="seeded", extra="seed = 3"))
     assert main(["train", str(run_file), "--reveal-training-loss"]) == 0

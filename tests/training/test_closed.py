@@ -170,6 +170,23 @@ def test_a_step_that_fails_half_way_is_spent_and_the_next_goes_on(where: str) ->
     assert private.step == private.spending.steps == 4
 
 
+def test_a_release_cut_short_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after p.grad is set and before the step is counted: it was released."""
+    model, (x, y) = make_model(), make_data()
+    private = PrivateGradients(model, make_plan())
+    plain = private._release
+
+    def cut(*given: object) -> None:
+        plain(*given)
+        private.step -= 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(private, "_release", cut)
+    with pytest.raises(KeyboardInterrupt):
+        private.backward(LOSS(model(x), y))
+    assert private.charged == 1
+
+
 def test_the_claim_is_the_spendings_own() -> None:
     budget = dim.Budget(epsilon=2, delta=1e-3, relation="replace-one")
     result = fit(

@@ -226,6 +226,17 @@ def test_an_error_costs_no_step_that_was_not_asked_for(tmp_path: Path) -> None:
     assert result.lost == 7
 
 
+def test_a_second_signal_stops_at_once_and_nothing_is_forgotten(tmp_path: Path) -> None:
+    def twice(step: int, _: object) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_model(), make_plan(), folder=tmp_path, after_step=twice)
+    assert json.loads((tmp_path / "journal.json").read_text())["reserved"] == 4
+
+
 class Noisy(nn.Sequential):
     """Dropout draws from PyTorch's own generator."""
 

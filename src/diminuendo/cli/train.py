@@ -126,7 +126,6 @@ def train(
         optimizer, lr_scheduler = _optimizer(training, model, plan)
         clip = _clip(training, plan)
         output = _files.make_folder(here / str(_needed(settings, "output", "folder")))
-        _files.write_text(output / "plan.json", plan.to_json() + "\n")
         with _plain_errors():
             result = fit(
                 model,
@@ -402,6 +401,7 @@ def _clip(training: Mapping[str, Any], plan: Plan) -> Any:
 def _write(output: Path, model: Any, plan: Plan, result: Result) -> dict[str, Any]:
     from diminuendo.training.checkpoint import write_tensors
 
+    _files.write_text(output / "plan.json", plan.to_json() + "\n")
     write_tensors(output / "model.pt", model.state_dict())
     _files.write_text(
         output / "events.json", json.dumps([events.to_dict(event) for event in result.events])

@@ -27,7 +27,9 @@ from diminuendo.errors import InputError, SchemaError
 from diminuendo.events import GaussianStep
 
 VERSION = 1
-_KEYS = {"plan", "examples", "model_shapes", "seed", "step", "model", "optimizer", "spending"}
+_IDENTITY = {"plan", "examples", "model_shapes", "seed"}
+_STATE = {"step", "model", "optimizer", "lr_scheduler", "kinds", "spending", "released", "lost"}
+_KEYS = _IDENTITY | _STATE | {"generators"}
 
 
 @dataclass(frozen=True)

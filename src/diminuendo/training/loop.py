@@ -224,8 +224,8 @@ class _Run:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
             private.spending.restore(state["spending"])
             _set_generators(private, state["generators"])
-            private.step, self.lost = state["step"], state.get("lost", 0)
-            private.released = tuple(state.get("released", ()))
+            private.step, self.lost = state["step"], state["lost"]
+            private.released = tuple(state["released"])
         self._begin()
         private.spending.not_released_from(journal.upto if private.private else private.step)
         if private.private:
@@ -430,7 +430,7 @@ def _mean(losses: Tensor) -> float | None:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM ask for a stop after the current step."""
+    """Ctrl-C and SIGTERM ask for a stop after the current step; a second one stops at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -438,6 +438,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 
     def ask(signum: int, frame: FrameType | None) -> None:
         del signum, frame
+        if asked.is_set():
+            raise KeyboardInterrupt
         asked.set()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

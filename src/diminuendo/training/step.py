@@ -240,8 +240,8 @@ class PrivateGradients:
             self._abandon()
             raise
         if part.last:
-            self._open = None
             self._release(step)
+            self._open = None
 
     def _abandon(self) -> None:
         """A step that was paid for and not finished stays spent; its sum is never released."""
