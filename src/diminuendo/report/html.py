@@ -1,8 +1,8 @@
 """One self-contained HTML page: text, tables and pictures in a single file.
 
-No scripts and nothing from the network, so that a page can be mailed, printed and read in ten years.
-Plain strings are escaped wherever they go; only `Html`, which these functions return, is taken as it
-is. Colours follow the reader's light or dark setting.
+No scripts and nothing from the network: a page can be mailed, printed and read in ten years.
+Plain strings are escaped wherever they go; only `Html`, which these functions return, is taken as
+it is. Colours follow the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def figure(picture: str | Path, caption: str, *, described: str = "") -> Html:
 
 
 def _inline(svg: str, label: str) -> str:
-    """The <svg> element alone, scaled to the page, without scripts, links outside or clashing ids."""
+    """The <svg> element alone, scaled to the page, with ids of its own and without scripts."""
     found = re.search(r"<svg\b.*</svg>", svg, flags=re.DOTALL)
     if found is None:
         raise InputError("SVG text", name="the picture", value=svg[:40])
