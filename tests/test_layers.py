@@ -25,10 +25,11 @@ BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
 BEFORE["training"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["experiments"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE}
 GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report")}
-"""`Plan.summary` reaches forward for its words, inside the function, when a person asks."""
+LATE = {("planning", "report"), ("influence", "experiments")}
+"""`Plan.summary` reaches forward for its words, `influence.measure` for its runs, when asked."""
 
 
 def room(module: str) -> str:

@@ -1,0 +1,536 @@
+"""Many runs as one: K replicas of a model, trained by private gradient descent as one computation.
+
+Replica k ends where the ordinary trainer (`training.fit` with the same seed, σ_t, learning rate and
+clip norm, from `initialise(model, seed)`) ends, to rounding: it draws the same numbers from the
+same generators. Seeds are fixed and losses reported: experiments, never private releases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diminuendo import _validate
+from diminuendo._validate import Vector
+from diminuendo.errors import InputError
+from diminuendo.experiments.batched import (
+    Loss,
+    OneByOne,
+    Perceptrons,
+    Update,
+    Vmapped,
+    layers_of,
+)
+from diminuendo.experiments.study import Store
+from diminuendo.training.sampling import draw
+from diminuendo.training.seeds import Seeds
+
+Pair = tuple[Tensor, Tensor]
+Model = Callable[[], nn.Module]
+
+CACHED = 1 << 21
+"""Entries of one layer's activations held at a time on a CPU: what its caches like."""
+HELD = 1 << 28
+"""The same on a GPU: a gibibyte of float32."""
+STATE_BYTES = 1 << 31
+"""Most memory for parameters, sums, averages and noise of the replicas that go at once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replica:
+    """Everything that may differ between replicas.
+
+    sigmas         noise multipliers σ_1…σ_T; their number is T. Zeros are allowed: no noise
+    lr             the learning rate, or one for each step
+    clip           C: the noise on the sum has deviation C·σ_t
+    beta           of the bias-corrected average (training.PrivateDescent); 0 is plain descent
+    seed           fixes initialisation, noise and sampling
+    data           which of the given training sets
+    sampling_rate  below 1: the ordinary trainer's Poisson sample in each step
+    """
+
+    sigmas: ArrayLike
+    lr: float | ArrayLike
+    clip: float
+    beta: float = 0.0
+    seed: int = 0
+    data: int = 0
+    sampling_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        sigmas = _validate.vector("sigmas", self.sigmas, positive=False)
+        if np.ndim(self.lr) == 0:
+            lr: float | Vector = _validate.positive("lr", self.lr)
+        else:
+            lr = _validate.vector("lr", self.lr)
+            _validate.same_length("lr", lr, "sigmas", sigmas)
+        checked = {
+            "sigmas": sigmas,
+            "lr": lr,
+            "clip": _validate.positive("clip", self.clip),
+            "beta": _validate.real("beta", self.beta, at_least=0, below=1),
+            "seed": _validate.count("seed", self.seed, at_least=0),
+            "data": _validate.count("data", self.data, at_least=0),
+            "sampling_rate": _validate.real(
+                "sampling_rate", self.sampling_rate, above=0, at_most=1
+            ),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def steps(self) -> int:
+        return int(np.size(self.sigmas))
+
+    @cached_property
+    def digest(self) -> str:
+        values = {
+            name: np.asarray(value).tolist()
+            for name, value in vars(self).items()
+            if name != "digest"
+        }
+        return _digest(json.dumps(values, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one replica ended. `stopped` is the step after which its losses were not finite."""
+
+    replica: str
+    steps: int
+    status: Literal["done", "not finite"]
+    train_loss: float
+    train_accuracy: float | None = None
+    evaluations: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    curve: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stopped: int | None = None
+    parameters: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
+
+
+def initialise(model: Model, seed: int) -> nn.Module:
+    """The model as a replica with this seed starts; the global generator is left as it was."""
+    generator = Seeds.make(seed).generator("initialisation", 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        return model()
+
+
+def train(
+    model: Model,
+    data: Pair | Sequence[Pair],
+    replicas: Sequence[Replica],
+    *,
+    loss: Literal["cross-entropy"] | Loss = "cross-entropy",
+    evaluate: Mapping[str, Pair] | None = None,
+    record: Sequence[int] | None = None,
+    at_once: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    store: str | Path | None = None,
+    keep_parameters: bool = False,
+) -> list[Outcome]:
+    """Train every replica; the outcomes are in the replicas' order.
+
+    model            makes the module; called once for each replica, under its seed
+    data             (x, y), or several of one size, which replicas choose from by `Replica.data`
+    loss             a function of (outputs, targets) that gives one loss per example
+    evaluate         named (x, y) on which each replica is assessed at the end and where recorded
+    record           steps after which losses and evaluations are kept in `Outcome.curve`
+    at_once          how many replicas go together; chosen to bound the memory unless given
+    store            a file of JSON lines: a study that was interrupted goes on where it stopped
+    keep_parameters  also return each replica's parameters (not with a store)
+    """
+    study = _Study.of(model, data, replicas, loss, evaluate or {}, record, device)
+    if store is not None and keep_parameters:
+        raise InputError("left out with a store", name="keep_parameters", value=True)
+    kept = None if store is None else Store(store, study.digest)
+    done = {} if kept is None else {i: _outcome(e) for i, e in kept.entries.items()}
+    left = sorted(
+        (i for i in range(len(replicas)) if i not in done), key=lambda i: -replicas[i].steps
+    )
+    size = study.at_once(len(left)) if at_once is None else _validate.count("at_once", at_once)
+    total = sum(replicas[i].steps for i in left)
+    with bar("replicas", total, progress) as advance:
+        for start in range(0, len(left), size):
+            group = left[start : start + size]
+            found = _Group(study, [replicas[i] for i in group], keep_parameters).run(advance)
+            if kept is not None:
+                kept.add([_entry(i, out) for i, out in zip(group, found, strict=True)])
+            done |= dict(zip(group, found, strict=True))
+    return [done[i] for i in range(len(replicas))]
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What all replicas share, checked."""
+
+    model: Model
+    template: nn.Module
+    x: Tensor
+    y: Tensor
+    loss: Loss
+    evaluate: dict[str, Pair]
+    record: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        data: Pair | Sequence[Pair],
+        replicas: Sequence[Replica],
+        loss: str | Loss,
+        evaluate: Mapping[str, Pair],
+        record: Sequence[int] | None,
+        device: torch.device | str | None,
+    ) -> _Study:
+        if not replicas:
+            raise InputError("at least one replica", name="replicas", value=list(replicas))
+        sets = [data] if isinstance(data[0], Tensor) else list(data)
+        pairs = [_pair(pair, f"data[{i}]") for i, pair in enumerate(sets)]
+        shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
+        if len(shapes) > 1:
+            raise InputError("of one shape", name="the training sets", value=sorted(shapes))
+        highest = max(replica.data for replica in replicas)
+        if highest >= len(pairs):
+            raise InputError(
+                f"below the number of training sets ({len(pairs)})",
+                name="Replica.data",
+                value=highest,
+            )
+        if isinstance(loss, str):
+            _validate.choice("loss", loss, ["cross-entropy"], remedy="Or give a function.")
+        steps = sorted({_validate.count("record", t, at_least=0) for t in record or ()})
+        template = initialise(model, replicas[0].seed)
+        first = next(template.parameters(), None)
+        if first is None:
+            raise InputError("a model with parameters", name="model", value=template)
+        where = torch.device(device) if device is not None else first.device
+        tests = {name: _pair(pair, f"evaluate[{name!r}]") for name, pair in evaluate.items()}
+        shape = pairs[0][0].shape[1:]
+        for name, (inputs, _) in tests.items():
+            if inputs.shape[1:] != shape:
+                raise InputError(
+                    f"of the training inputs' shape {tuple(shape)}",
+                    name=f"the inputs of evaluate[{name!r}]",
+                    value=tuple(inputs.shape[1:]),
+                )
+        named = (
+            loss if isinstance(loss, str) else getattr(loss, "__qualname__", type(loss).__name__)
+        )
+        parts = [str(named)]
+        parts += [str([(n, tuple(p.shape)) for n, p in template.named_parameters()])]
+        parts += [_tensors_digest(x, y) for x, y in pairs]
+        parts += [f"{name} {_tensors_digest(*pair)}" for name, pair in sorted(tests.items())]
+        parts += [str(steps), *(replica.digest for replica in replicas)]
+        return cls(
+            model,
+            template,
+            torch.stack([x for x, _ in pairs]).to(where),
+            torch.stack([y for _, y in pairs]).to(where),
+            cross_entropy if isinstance(loss, str) else loss,
+            {name: (a[None].to(where), b[None].to(where)) for name, (a, b) in tests.items()},
+            tuple(steps),
+            _digest("\n".join(parts)),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def like(self) -> Tensor:
+        first = next(self.template.parameters())
+        return torch.empty(0, dtype=first.dtype, device=self.device)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.template.parameters() if p.requires_grad)
+
+    @cached_property
+    def width(self) -> int:
+        """Entries held for each example of each replica."""
+        layers = layers_of(self.template)
+        if layers is None:
+            return self.parameters
+        return max(layers[0].fan_in + 1, *(layer.fan_out for layer in layers))
+
+    @property
+    def _room(self) -> int:
+        return CACHED if self.device.type == "cpu" else HELD
+
+    def at_once(self, replicas: int) -> int:
+        """As many replicas as the memory is meant for, the groups about equal."""
+        examples = min(self.x.shape[1], 256 if layers_of(self.template) is not None else 1)
+        state = STATE_BYTES // (5 * self.parameters * self.like.element_size())
+        most = max(1, min(self._room // (examples * self.width), state))
+        return math.ceil(max(1, replicas) / math.ceil(max(1, replicas) / most))
+
+    def block(self, replicas: int) -> int:
+        """How many examples go at once."""
+        return max(1, min(self.x.shape[1], self._room // (replicas * self.width)))
+
+    def batch(self, replicas: int, block: int) -> Perceptrons | Vmapped | OneByOne:
+        """The fastest kind of batch that can hold this model."""
+        layers = layers_of(self.template)
+        if layers is not None and layers[0].fan_in == self.x[0, 0].numel():
+            return Perceptrons(layers, replicas, self.loss, block, self.like)
+        batch = Vmapped(self.template, replicas, self.loss, block, self.like)
+        try:
+            batch.write(0, flat_parameters(self.template).to(self.device))
+            one = batch.data(self.x[:, :1], self.y[:, :1], [0] * replicas)
+            clip = torch.ones(1, dtype=self.like.dtype, device=self.device)
+            noise = torch.zeros(1, batch.parameters, dtype=self.like.dtype, device=self.device)
+            batch.clipped_sum(one, slice(0, 1), Update(noise, clip, clip))
+            batch.outputs(one.inputs(slice(0, 1), slice(0, 1)), slice(0, 1))
+        except (RuntimeError, NotImplementedError, ValueError):
+            return OneByOne(self.template, replicas, self.loss, self.x.shape[1], self.like)
+        return batch
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def flat_parameters(module: nn.Module) -> Tensor:
+    """The trainable parameters as one vector, in the order that the trainer's noise has."""
+    return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
+
+
+class Noise:
+    """Rows of Gaussian noise: for every replica the trainer's own numbers of that step.
+
+    Every row has its own generator, so rows are filled by as many threads as torch has.
+    """
+
+    def __init__(self, seeds: Sequence[Seeds], parameters: int, like: Tensor) -> None:
+        self.seeds, self.rows = seeds, like.new_empty(len(seeds), parameters)
+        self.threads = torch.get_num_threads() if like.device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
+
+    def fill(self, stds: Sequence[float], step: int) -> Tensor:
+        """The first len(stds) rows, with these deviations, for a step that counts from zero."""
+
+        def some(first: int) -> None:
+            for row in range(first, len(stds), self.threads):
+                if stds[row] == 0:
+                    self.rows[row].zero_()
+                    continue
+                generator = self.seeds[row].generator("noise", step, self.rows.device)
+                self.rows[row].normal_(0.0, stds[row], generator=generator)
+
+        if self._pool is None:
+            some(0)
+        else:
+            list(self._pool.map(some, range(self.threads)))
+        return self.rows[: len(stds)]
+
+
+class Settings:
+    """The numbers of replicas as tables over steps, a column for each replica."""
+
+    def __init__(self, replicas: Sequence[Replica], examples: int, like: Tensor) -> None:
+        longest = max(replica.steps for replica in replicas)
+        self.stds = np.zeros((longest, len(replicas)))
+        scales = np.zeros((longest, len(replicas)))
+        t = np.arange(1, longest + 1)
+        for k, replica in enumerate(replicas):
+            T, beta = replica.steps, replica.beta
+            self.stds[:T, k] = replica.clip * np.asarray(replica.sigmas)
+            weight = (1 - beta) / (1 - beta ** t[:T])
+            scales[:T, k] = np.asarray(replica.lr) * weight / (examples * replica.sampling_rate)
+        self.scales = torch.tensor(scales).to(like)
+        self.clip = like.new_tensor([replica.clip for replica in replicas])
+        betas = like.new_tensor([replica.beta for replica in replicas])
+        self.beta = betas if bool((betas > 0).any()) else None
+        self.rates = [replica.sampling_rate for replica in replicas]
+
+    def update(self, noise: Tensor, rows: slice, step: int, taken: Tensor | None) -> Update:
+        return Update(
+            noise,
+            self.clip[rows],
+            self.scales[step, rows],
+            None if self.beta is None else self.beta[rows],
+            taken,
+        )
+
+
+class _Group:
+    """Replicas that go at once, the longest first, so that the active ones are a prefix."""
+
+    def __init__(self, study: _Study, replicas: Sequence[Replica], keep: bool) -> None:
+        self.study, self.replicas, self.keep = study, replicas, keep
+        count = len(replicas)
+        self.block = study.block(count)
+        self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, self.block)
+        for row, replica in enumerate(replicas):
+            start = flat_parameters(initialise(study.model, replica.seed))
+            self.batch.write(row, start.to(study.device))
+        chosen = [replica.data for replica in replicas]
+        self.data = self.batch.data(study.x, study.y, chosen)
+        self.tests = {
+            name: self.batch.data(x, y, [0] * count) for name, (x, y) in study.evaluate.items()
+        }
+        self.seeds = [Seeds.make(replica.seed) for replica in replicas]
+        self.curves: list[dict[int, dict[str, Any]]] = [{} for _ in replicas]
+
+    def run(self, advance: Callable[[int], None]) -> list[Outcome]:
+        study, like = self.study, self.study.like
+        noise = Noise(self.seeds, study.parameters, like)
+        settings = Settings(self.replicas, self.data.examples, like)
+        lengths = np.array([replica.steps for replica in self.replicas])
+        ends: list[dict[str, Any]] = [{} for _ in self.replicas]
+        if 0 in study.record:
+            self._note(slice(0, len(lengths)), 0)
+        for step in range(lengths[0]):
+            active = int((lengths > step).sum())
+            rows = slice(0, active)
+            drawn = noise.fill(settings.stds[step, rows].tolist(), step)
+            taken = self._taken(settings.rates[:active], step)
+            self.batch.step(self.data, rows, settings.update(drawn, rows, step, taken), step)
+            if step + 1 in study.record:
+                self._note(rows, step + 1)
+            left = int((lengths > step + 1).sum())
+            if left < active:
+                ends[left:active] = self._assess(slice(left, active))
+            advance(active)
+        broken = self.batch.broken.tolist()
+        return [self._outcome(k, ends[k], broken[k]) for k in range(len(self.replicas))]
+
+    def _taken(self, rates: Sequence[float], step: int) -> Tensor | None:
+        if all(rate == 1 for rate in rates):
+            return None
+        taken = torch.zeros(len(rates), self.data.examples, dtype=self.study.like.dtype)
+        for row, (rate, seeds) in enumerate(zip(rates, self.seeds, strict=False)):
+            taken[row, draw(self.data.examples, rate, seeds, step)] = 1
+        return taken.to(self.study.device)
+
+    def _assess(self, rows: slice) -> list[dict[str, Any]]:
+        """Losses and accuracies of these replicas, now."""
+        loss = self.study.loss
+        found = {
+            name: self.batch.assess(d, rows, loss, self.block) for name, d in self.tests.items()
+        }
+        found[""] = self.batch.assess(self.data, rows, loss, self.block)
+        columns = {
+            name: (losses.tolist(), None if right is None else right.tolist())
+            for name, (losses, right) in found.items()
+        }
+        return [
+            {
+                name: {"loss": losses[k], "accuracy": None if right is None else right[k]}
+                for name, (losses, right) in columns.items()
+            }
+            for k in range(rows.stop - rows.start)
+        ]
+
+    def _note(self, rows: slice, step: int) -> None:
+        for k, facts in enumerate(self._assess(rows)):
+            own = facts.pop("")
+            self.curves[k][step] = {
+                "train_loss": own["loss"],
+                "train_accuracy": own["accuracy"],
+                "evaluations": facts,
+            }
+
+    def _outcome(self, k: int, facts: dict[str, Any], broken: int) -> Outcome:
+        replica, own = self.replicas[k], facts.pop("")
+        if broken < 0 and not math.isfinite(own["loss"]):
+            broken = replica.steps
+        curve = self.curves[k] | {
+            replica.steps: {
+                "train_loss": own["loss"],
+                "train_accuracy": own["accuracy"],
+                "evaluations": facts,
+            }
+        }
+        return Outcome(
+            replica=replica.digest,
+            steps=replica.steps,
+            status="done" if broken < 0 else "not finite",
+            train_loss=own["loss"],
+            train_accuracy=own["accuracy"],
+            evaluations=facts,
+            curve=curve,
+            stopped=None if broken < 0 else broken,
+            parameters=self._parameters(k) if self.keep else None,
+        )
+
+    def _parameters(self, k: int) -> dict[str, Tensor]:
+        named = [(n, p) for n, p in self.study.template.named_parameters() if p.requires_grad]
+        split = torch.split(self.batch.read(k).cpu(), [p.numel() for _, p in named])
+        return {name: part.view_as(p) for (name, p), part in zip(named, split, strict=True)}
+
+
+def _pair(pair: Any, name: str) -> Pair:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise InputError("a pair (inputs, targets)", name=name, value=type(pair).__name__)
+    x, y = torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
+    if x.dim() < 2 or len(x) == 0 or len(x) != len(y):
+        raise InputError(
+            "inputs (N, …) and targets (N, …) of at least one example",
+            name=name,
+            value=(tuple(x.shape), tuple(y.shape)),
+        )
+    return x, y
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _tensors_digest(*tensors: Tensor) -> str:
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        made.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return made.hexdigest()[:16]
+
+
+def _entry(index: int, outcome: Outcome) -> dict[str, Any]:
+    values = asdict(replace(outcome, parameters=None))
+    del values["parameters"]
+    plain: dict[str, Any] = _finite({"index": index, **values})
+    return plain
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON has no word for as null."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _outcome(entry: dict[str, Any]) -> Outcome:
+    values = {key: value for key, value in entry.items() if key != "index"}
+    if values["train_loss"] is None:
+        values["train_loss"] = math.nan
+    values["curve"] = {int(step): facts for step, facts in values["curve"].items()}
+    return Outcome(**values)
+
+
+@contextmanager
+def bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar with the time left, counted in steps of replicas."""
+    if not shown:
+        yield lambda _: None
+        return
+    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns) as shown_bar:
+        task = shown_bar.add_task(title, total=total)
+        yield lambda steps: shown_bar.advance(task, steps)
