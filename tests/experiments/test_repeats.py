@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import diminuendo as dim
-from diminuendo.experiments import Outcome, Replica, initialise, repeats, train
+from diminuendo.experiments import Replica, initialise, train
 from diminuendo.training import PrivateDescent, fit
 
 N, D, CLASSES = 40, 6, 3
