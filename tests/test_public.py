@@ -26,6 +26,7 @@ NAMES = {
     "influence",
     "plan",
     "schedules",
+    "tune",
 }
 
 

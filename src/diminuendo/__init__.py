@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from diminuendo.budget import Budget
     from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, SchemaError
     from diminuendo.events import GaussianStep
+    from diminuendo.experiments.tuning import tune
     from diminuendo.planning import Plan, PlanWarning, plan
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOMES = {
     "delta": "accounting.account",
     "epsilon": "accounting.account",
     "plan": "planning",
+    "tune": "experiments.tuning",
 }
 _MODULES = ("accounting", "bounds", "influence", "schedules")
 
@@ -52,6 +54,7 @@ __all__ = [
     "influence",
     "plan",
     "schedules",
+    "tune",
 ]
 
 

@@ -11,7 +11,7 @@ import warnings
 import typer
 
 from diminuendo import __version__
-from diminuendo.cli import account, bounds, budget, plan, train
+from diminuendo.cli import account, bounds, budget, plan, reproduce, train, tune
 from diminuendo.errors import BudgetRefused, DiminuendoError
 from diminuendo.planning import PlanWarning
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train):
+for _command in (budget, account, plan, bounds, train, tune, reproduce):
     _command.register(app)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -553,6 +554,6 @@ def bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns) as shown_bar:
+    with Progress(*columns, console=Console(stderr=True)) as shown_bar:
         task = shown_bar.add_task(title, total=total)
         yield lambda steps: shown_bar.advance(task, steps)

@@ -29,6 +29,7 @@ from diminuendo.experiments.auxiliary import Labelled, Shape
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.repeats import Model, Outcome, Replica, bar, initialise, train
 from diminuendo.planning import SCHEDULES, Plan, PlanWarning, plan
+from diminuendo.report.figures import Point
 
 if TYPE_CHECKING:
     import optuna
@@ -126,6 +127,7 @@ class Chosen:
     lr: float
     score: float
     candidate: Candidate
+    searched: tuple[str, ...]
     trials: tuple[Trial, ...]
 
 
@@ -140,6 +142,19 @@ class Tuned:
     @property
     def best(self) -> Chosen:
         return min(self.families.values(), key=lambda chosen: chosen.score)
+
+    def points(self) -> list[Point]:
+        """Every finite candidate, for a picture of the landscape."""
+        return [
+            Point(
+                name,
+                {key: getattr(trial.candidate, key) for key in chosen.searched},
+                trial.score,
+            )
+            for name, chosen in self.families.items()
+            for trial in chosen.trials
+            if trial.score is not None
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the σ_t: public facts about public data."""
@@ -418,6 +433,7 @@ def _chosen(
         lr=candidate.lr,
         score=float(best.score or 0.0),
         candidate=candidate,
+        searched=search.space.searched(search.family),
         trials=done,
     )
 
