@@ -274,13 +274,13 @@ def tune(
     found = {}
     with bar("tuning", trials * len(families), progress) as advance:
         for family in families:
-            search = _Search(family, space, settings, storage, f"{name}: {family}", seed)
+            search = Search(family, space, settings, storage, f"{name}: {family}", seed)
             search.run(scores, trials, batch, advance)
             found[family] = _chosen(search, budget, shape, parameters, curve)
     return Tuned(families=found, minimise=minimise, settings=settings)
 
 
-class _Search:
+class Search:
     """One family's Optuna study."""
 
     def __init__(
@@ -309,7 +309,7 @@ class _Search:
         advance(min(trials, self._finished()))
         while (left := trials - self._finished()) > 0:
             asked = [self.study.ask() for _ in range(min(batch, left))]
-            candidates = [self._candidate(trial) for trial in asked]
+            candidates = [self.candidate(trial) for trial in asked]
             for trial, score in zip(asked, scores(candidates), strict=True):
                 if score is None:
                     self.study.tell(trial, state=TrialState.FAIL)
@@ -317,10 +317,14 @@ class _Search:
                     self.study.tell(trial, score)
             advance(len(asked))
 
+    def asked(self) -> int:
+        """Every candidate ever proposed, finished or not."""
+        return len(self.study.get_trials(deepcopy=False))
+
     def _finished(self) -> int:
         return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
 
-    def _candidate(self, trial: Any) -> Candidate:
+    def candidate(self, trial: Any) -> Candidate:
         values = {
             name: getattr(self.space, name) for name in ("steps", "lr", "clip", "momentum", "fall")
         }
@@ -338,7 +342,7 @@ class _Search:
         from optuna.trial import FixedTrial
 
         return tuple(
-            Trial(candidate=self._candidate(FixedTrial(trial.params)), score=trial.value)
+            Trial(candidate=self.candidate(FixedTrial(trial.params)), score=trial.value)
             for trial in self.study.get_trials(deepcopy=False)
             if trial.state.is_finished()
         )
@@ -409,7 +413,7 @@ def _score(outcomes: Sequence[Outcome], minimise: str) -> float | None:
 
 
 def _chosen(
-    search: _Search,
+    search: Search,
     budget: Budget,
     shape: Shape,
     parameters: int,
