@@ -84,7 +84,7 @@ def main() -> None:
         Replica(sigmas=[14.0] * steps, lr=0.1, clip=4.0, seed=seed)
         for seed in range(options.replicas)
     ]
-    study = repeats._Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
+    study = repeats.Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
     size = options.at_once or study.at_once(len(replicas))
     block = study.block(size)
 

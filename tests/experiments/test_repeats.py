@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import diminuendo as dim
-from diminuendo.experiments import Replica, initialise, train
+from diminuendo.experiments import Outcome, Replica, initialise, repeats, train
 from diminuendo.training import PrivateDescent, fit
 
 N, D, CLASSES = 40, 6, 3
@@ -67,29 +71,8 @@ def make_data(seed: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, CLASSES, (N,), generator=generator)
 
 
-def trained(model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], replica: Replica):
-    """The same run by `fit`: a plan with the replica's σ_t."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        plan = dim.plan(
-            dim.Budget(epsilon=4, delta=1e-5),
-            examples=N,
-            parameters=10,
-            steps=replica.steps,
-            clip=replica.clip,
-            sampling_rate=replica.sampling_rate,
-        )
-    module = initialise(model, replica.seed)
-    assert np.isscalar(replica.lr)
-    optimizer = PrivateDescent(module.parameters(), lr=replica.lr, beta=replica.beta)
-    result = fit(
-        module, data, plan, loss=LOSS, optimizer=optimizer, seed=replica.seed, progress=False
-    )
-    assert result.steps == replica.steps
-    return module, plan
-
-
-def planned_sigmas(steps: int, clip: float, rate: float = 1.0):
+@cache
+def make_plan(steps: int, clip: float, rate: float) -> dim.Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dim.PlanWarning)
         return dim.plan(
@@ -99,14 +82,28 @@ def planned_sigmas(steps: int, clip: float, rate: float = 1.0):
             steps=steps,
             clip=clip,
             sampling_rate=rate,
-        ).sigmas
+            schedule="uniform" if rate < 1 else "optimal",
+        )
+
+
+def trained(model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], replica: Replica):
+    """The same run by `fit`: a plan with the replica's σ_t."""
+    plan = make_plan(replica.steps, replica.clip, replica.sampling_rate)
+    np.testing.assert_array_equal(plan.sigmas, replica.sigmas)
+    module = initialise(model, replica.seed)
+    optimizer = PrivateDescent(module.parameters(), lr=replica.lr, beta=replica.beta)
+    result = fit(
+        module, data, plan, loss=LOSS, optimizer=optimizer, seed=replica.seed, progress=False
+    )
+    assert result.steps == replica.steps
+    return module
 
 
 def some_replicas(rate: float = 1.0) -> list[Replica]:
     rows = [(7, 0.5, 1.0, 0.0, 3), (12, 0.1, 0.3, 0.9, 4), (12, 0.2, 30.0, 0.5, 5)]
     return [
         Replica(
-            sigmas=planned_sigmas(steps, clip, rate),
+            sigmas=make_plan(steps, clip, rate).sigmas,
             lr=lr,
             clip=clip,
             beta=beta,
@@ -121,7 +118,7 @@ def check(model: Callable[[], nn.Module], replicas: list[Replica], **options: ob
     data = make_data()
     outcomes = train(model, data, replicas, progress=False, keep_parameters=True, **options)
     for replica, outcome in zip(replicas, outcomes, strict=True):
-        module, _ = trained(model, data, replica)
+        module = trained(model, data, replica)
         assert outcome.status == "done"
         assert outcome.parameters is not None
         for name, value in module.named_parameters():

@@ -218,7 +218,8 @@ def known(
     if beta is not None:
         beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
-        return Curve(influence.from_values(curve), "a measured influence curve")
+        said = influence.measured.said_of(curve) or "a measured influence curve"
+        return Curve(influence.from_values(curve), said)
     if spectrum is not None:
         _no_momentum("spectrum", beta)
         values = _validate.vector("spectrum", spectrum, positive=False)

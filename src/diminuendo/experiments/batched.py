@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional as F
 
+from diminuendo.experiments import kernels
 from diminuendo.training.clipping import Engine, Flat
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) of n examples → n losses."""
 Part = tuple[Tensor, Tensor]
+Map = tuple[Tensor, Tensor | None]
 
 
 class Data:
@@ -110,9 +113,9 @@ class Batch(ABC):
         for own, change in zip(self.state, direction, strict=True):
             own[rows].addcmul_(change[rows], _over(update.scale, own), value=-1)
 
-    def write(self, row: int, flat: Tensor) -> None:
-        """Set one replica's parameters from a flat vector in model order."""
-        for own, part in self.parts([p[row : row + 1] for p in self.state], flat.unsqueeze(0)):
+    def write(self, flat: Tensor) -> None:
+        """Set all parameters from flat rows in model order."""
+        for own, part in self.parts(self.state, flat):
             own.copy_(part)
 
     def read(self, row: int) -> Tensor:
@@ -161,13 +164,21 @@ def _factors(squares: Tensor, update: Update, block: slice) -> tuple[Tensor, Ten
     return factors, finite
 
 
-def _gradients(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (k, n) and their derivatives with respect to the outputs."""
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def _slopes(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The derivatives of the losses with respect to the outputs (k, n, …)."""
+    if loss is cross_entropy and targets.dim() == 2:
+        # Along the other dimension: a softmax of ten neighbours is slow on a CPU.
+        slopes = torch.softmax(outputs.mT, 1).mT
+        chosen = targets.unsqueeze(2)
+        return slopes.scatter_add_(2, chosen, slopes.new_full((1, 1, 1), -1.0).expand(chosen.shape))
     with torch.enable_grad():
         leaf = outputs.detach().flatten(0, 1).requires_grad_()
-        losses = loss(leaf, targets.flatten(0, 1))
-        (slopes,) = torch.autograd.grad(losses.sum(), leaf)
-    return losses.detach().view(outputs.shape[:2]), slopes.view(outputs.shape)
+        (found,) = torch.autograd.grad(loss(leaf, targets.flatten(0, 1)).sum(), leaf)
+    return found.view(outputs.shape)
 
 
 @dataclass(frozen=True)
@@ -223,7 +234,13 @@ class Perceptrons(Batch):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], replicas: int, loss: Loss, block: int, like: Tensor
+        self,
+        layers: Sequence[Layer],
+        replicas: int,
+        loss: Loss,
+        block: int,
+        like: Tensor,
+        at_once: int | None = None,
     ) -> None:
         self.layers, self.loss, self.block = tuple(layers), loss, block
         self.rises = [layer.fan_in + (i == 0) <= layer.fan_out for i, layer in enumerate(layers)]
@@ -236,8 +253,10 @@ class Perceptrons(Batch):
                 stored.append((like.new_zeros(replicas, 1, outs), like))
         super().__init__(stored, sum(x.fan_out * (x.fan_in + x.bias) for x in layers))
         widths = [layer.fan_out for layer in layers]
-        self._ahead = [like.new_empty(replicas * block * width) for width in widths]
-        self._back = [like.new_empty(replicas * block * width) for width in widths[:-1]]
+        self._kept: dict[tuple[int, int], tuple[list[Map], list[Map]]] = {}
+        held = (at_once or replicas) * block
+        self._ahead = [like.new_empty(held, width) for width in widths]
+        self._back = [like.new_empty(held, width) for width in widths[:-1]]
 
     def data(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> Data:
         x = x.flatten(2)
@@ -245,13 +264,24 @@ class Perceptrons(Batch):
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2)
         return Data(x, y, chosen)
 
-    def _maps(self, stored: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _maps(self, stored: Sequence[Tensor]) -> Iterator[Map]:
         """Each layer's matrix as (in, out), and its bias where it is kept apart."""
         left = iter(stored)
         for i, (layer, rises) in enumerate(zip(self.layers, self.rises, strict=True)):
             matrix = next(left)
             bias = next(left) if layer.bias and i > 0 else None
             yield matrix if rises else matrix.mT, bias
+
+    def _views(self, start: int, stop: int) -> tuple[list[Map], list[Map]]:
+        """The maps of these rows' parameters and sums; kept, since slicing takes its time too."""
+        if (start, stop) not in self._kept:
+            if len(self._kept) > 1000:
+                self._kept.clear()
+            self._kept[start, stop] = (
+                list(self._maps([part[start:stop] for part in self.state])),
+                list(self._maps([part[start:stop] for part in self.sums])),
+            )
+        return self._kept[start, stop]
 
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
         start, k = 0, flat.shape[0]
@@ -264,16 +294,19 @@ class Perceptrons(Batch):
                 yield own, flat[:, start : start + outs]
                 start += outs
 
-    def _buffer(self, store: Tensor, k: int, n: int) -> Tensor:
-        width = store.numel() // (self.state[0].shape[0] * self.block)
-        return store[: k * n * width].view(k, n, width)
+    @staticmethod
+    def _buffer(store: Tensor, k: int, n: int) -> Tensor:
+        return store[: k * n].view(k, n, -1)
 
     def _forward(self, inputs: Tensor, rows: slice) -> list[Tensor]:
         """The input of every layer, and the last one's output."""
         k, n = inputs.shape[:2]
         values = [inputs]
-        maps = self._maps([part[rows] for part in self.state])
+        maps = self._views(rows.start, rows.stop)[0]
         for layer, (matrix, bias), store in zip(self.layers, maps, self._ahead, strict=True):
+            if len(values) == 1 and layer.bias and kernels.rectifies(inputs, layer.activation):
+                values.append(kernels.rectified(inputs[0], matrix, self._buffer(store, k, n)))
+                continue
             out = torch.bmm(values[-1], matrix, out=self._buffer(store, k, n))
             if bias is not None:
                 out += bias
@@ -288,25 +321,29 @@ class Perceptrons(Batch):
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
         finite = torch.ones_like(update.clip, dtype=torch.bool)
-        maps = list(self._maps([part[rows] for part in self.state]))
-        sums = list(self._maps([part[rows] for part in self.sums]))
+        maps, sums = self._views(rows.start, rows.stop)
         for start in range(0, data.examples, self.block):
             block = slice(start, min(start + self.block, data.examples))
             values = self._forward(data.inputs(rows, block), rows)
-            losses, slope = _gradients(self.loss, values[-1], data.targets(rows, block))
+            slope = _slopes(self.loss, values[-1], data.targets(rows, block))
             slope = _through(self.layers[-1].activation, slope, values[-1])
-            slopes = [slope]
+            slopes, squares = [slope], torch.zeros_like(slope[..., 0])
+            own = _square(slope)
             for i in range(len(maps) - 1, 0, -1):
+                (matrix, bias), activation = maps[i], self.layers[i - 1].activation
                 out = self._buffer(self._back[i - 1], *slope.shape[:2])
-                slope = torch.bmm(slope, maps[i][0].mT, out=out)
-                slope = _through(self.layers[i - 1].activation, slope, values[i])
+                if kernels.takes(values[i], matrix, activation):
+                    around, before = kernels.backward(slope, matrix, values[i], out)
+                else:
+                    torch.bmm(slope, matrix.mT, out=out)
+                    _through(activation, out, values[i])
+                    around, before = _square(values[i]), _square(out)
+                squares.addcmul_(own, around if bias is None else around.add_(1))
+                slope, own = out, before
                 slopes.insert(0, slope)
-            squares = _square(slopes[0]) * data.squares(rows, block)
-            for value, slope, (_, bias) in zip(values[1:], slopes[1:], maps[1:], strict=False):
-                around = _square(value)
-                squares += _square(slope) * (around if bias is None else around.add_(1))
+            squares.addcmul_(own, data.squares(rows, block))
             factors, whole = _factors(squares, update, block)
-            finite &= whole & losses.sum(1).isfinite()
+            finite &= whole
             for value, slope, (matrix, bias) in zip(values, slopes, sums, strict=False):
                 self._add(matrix, bias, value, slope, factors)
         return finite

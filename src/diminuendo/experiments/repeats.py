@@ -8,12 +8,12 @@ same generators. Seeds are fixed and losses reported: experiments, never private
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +24,18 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
+from diminuendo.experiments import kernels
 from diminuendo.experiments.batched import (
     Loss,
     OneByOne,
     Perceptrons,
     Update,
     Vmapped,
+    cross_entropy,
     layers_of,
 )
 from diminuendo.experiments.study import Store
@@ -100,12 +101,11 @@ class Replica:
 
     @cached_property
     def digest(self) -> str:
-        values = {
-            name: np.asarray(value).tolist()
-            for name, value in vars(self).items()
-            if name != "digest"
-        }
-        return _digest(json.dumps(values, sort_keys=True))
+        made = hashlib.sha256()
+        for entry in fields(self):
+            value = np.asarray(getattr(self, entry.name))
+            made.update(f"{entry.name} {value.shape} ".encode() + value.tobytes())
+        return made.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def train(
     store            a file of JSON lines: a study that was interrupted goes on where it stopped
     keep_parameters  also return each replica's parameters (not with a store)
     """
-    study = _Study.of(model, data, replicas, loss, evaluate or {}, record, device)
+    study = Study.of(model, data, replicas, loss, evaluate or {}, record, device)
     if store is not None and keep_parameters:
         raise InputError("left out with a store", name="keep_parameters", value=True)
     kept = None if store is None else Store(store, study.digest)
@@ -178,7 +178,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class _Study:
+class Study:
     """What all replicas share, checked."""
 
     model: Model
@@ -200,7 +200,7 @@ class _Study:
         evaluate: Mapping[str, Pair | Sequence[Pair]],
         record: Sequence[int] | None,
         device: torch.device | str | None,
-    ) -> _Study:
+    ) -> Study:
         if not replicas:
             raise InputError("at least one replica", name="replicas", value=list(replicas))
         pairs = _pairs(data, "data")
@@ -291,14 +291,16 @@ class _Study:
         """How many examples go at once."""
         return max(1, min(self.x.shape[1], self._room // (replicas * self.width)))
 
-    def batch(self, replicas: int, block: int) -> Perceptrons | Vmapped | OneByOne:
-        """The fastest kind of batch that can hold this model."""
+    def batch(
+        self, replicas: int, block: int, at_once: int | None = None
+    ) -> Perceptrons | Vmapped | OneByOne:
+        """The fastest kind of batch that can hold this model; `at_once` rows of it step together."""
         layers = layers_of(self.template)
         if layers is not None and layers[0].fan_in == self.x[0, 0].numel():
-            return Perceptrons(layers, replicas, self.loss, block, self.like)
+            return Perceptrons(layers, replicas, self.loss, block, self.like, at_once)
         batch = Vmapped(self.template, replicas, self.loss, block, self.like)
         try:
-            batch.write(0, flat_parameters(self.template).to(self.device))
+            batch.write(flat_parameters(self.template).to(self.device).expand(replicas, -1))
             one = batch.data(self.x[:, :1], self.y[:, :1], [0] * replicas)
             clip = torch.ones(1, dtype=self.like.dtype, device=self.device)
             noise = torch.zeros(1, batch.parameters, dtype=self.like.dtype, device=self.device)
@@ -309,42 +311,90 @@ class _Study:
         return batch
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
 def flat_parameters(module: nn.Module) -> Tensor:
     """The trainable parameters as one vector, in the order that the trainer's noise has."""
     return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
 
 
+def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
+    """`initialise` for many seeds, as rows of flat parameters.
+
+    Linear layers as PyTorch initialises them are filled straight from the generators, in threads;
+    that this is what the model does is checked, number by number, on the first seed.
+    """
+    template = initialise(model, seeds[0])
+    first, layers = flat_parameters(template), layers_of(template)
+    rows = first.new_empty(len(seeds), len(first))
+
+    def default(row: int) -> None:
+        generator, left = torch.Generator(), rows[row]
+        generator.manual_seed(Seeds.make(seeds[row]).number("initialisation", 0))
+        for layer in layers or ():
+            gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+            bound = math.sqrt(3) * (gain / math.sqrt(layer.fan_in))
+            entries = layer.fan_in * layer.fan_out
+            left[:entries].uniform_(-bound, bound, generator=generator)
+            if layer.bias:
+                bound = 1 / math.sqrt(layer.fan_in)
+                left[entries : entries + layer.fan_out].uniform_(-bound, bound, generator=generator)
+            left = left[entries + layer.bias * layer.fan_out :]
+
+    if layers is not None:
+        default(0)
+        if torch.equal(rows[0], first):
+            in_threads(default, len(seeds), min(4, os.cpu_count() or 1))
+            return rows
+    for row, seed in enumerate(seeds):
+        rows[row] = flat_parameters(initialise(model, seed))
+    return rows
+
+
+def in_threads(call: Callable[[int], None], count: int, threads: int) -> None:
+    """call(0) … call(count − 1); for work that torch does without holding the interpreter."""
+    threads = min(threads, count)
+    if threads < 2:
+        for i in range(count):
+            call(i)
+        return
+
+    def some(first: int) -> None:
+        for i in range(first, count, threads):
+            call(i)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(some, range(threads)))
+
+
 class Noise:
     """Rows of Gaussian noise: for every replica the trainer's own numbers of that step.
 
-    Every row has its own generator, so rows are filled by as many threads as torch has.
+    On a CPU every row has its own generator, and rows are filled by as many threads as torch has;
+    on a GPU one kernel draws what the generators would.
     """
 
     def __init__(self, seeds: Sequence[Seeds], parameters: int, like: Tensor) -> None:
         self.seeds, self.rows = seeds, like.new_empty(len(seeds), parameters)
-        self.threads = torch.get_num_threads() if like.device.type == "cpu" else 1
-        self._pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
+        single = like.dtype is torch.float32
+        self._philox = kernels.philox(parameters, like.device) if single else None
 
-    def fill(self, stds: Sequence[float], step: int) -> Tensor:
+    def fill(self, stds: Sequence[float], step: int, purpose: str = "noise") -> Tensor:
         """The first len(stds) rows, with these deviations, for a step that counts from zero."""
+        rows = self.rows[: len(stds)]
+        if self._philox is not None:
+            numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
+            both = (
+                torch.tensor(numbers).pin_memory(),
+                torch.tensor(stds, dtype=rows.dtype).pin_memory(),
+            )
+            seeds, scales = (part.to(rows.device, non_blocking=True) for part in both)
+            return self._philox.fill(rows, seeds, scales)
 
-        def some(first: int) -> None:
-            for row in range(first, len(stds), self.threads):
-                if stds[row] == 0:
-                    self.rows[row].zero_()
-                    continue
-                generator = self.seeds[row].generator("noise", step, self.rows.device)
-                self.rows[row].normal_(0.0, stds[row], generator=generator)
+        def draw_row(row: int) -> None:
+            generator = self.seeds[row].generator(purpose, step, rows.device)
+            rows[row].normal_(0.0, stds[row], generator=generator)
 
-        if self._pool is None:
-            some(0)
-        else:
-            list(self._pool.map(some, range(self.threads)))
-        return self.rows[: len(stds)]
+        in_threads(draw_row, len(stds), 1 if rows.is_cuda else torch.get_num_threads())
+        return rows
 
 
 class Settings:
@@ -379,14 +429,13 @@ class Settings:
 class _Group:
     """Replicas that go at once, the longest first, so that the active ones are a prefix."""
 
-    def __init__(self, study: _Study, replicas: Sequence[Replica], keep: bool) -> None:
+    def __init__(self, study: Study, replicas: Sequence[Replica], keep: bool) -> None:
         self.study, self.replicas, self.keep = study, replicas, keep
         count = len(replicas)
         self.block = study.block(count)
         self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, self.block)
-        for row, replica in enumerate(replicas):
-            start = flat_parameters(initialise(study.model, replica.seed))
-            self.batch.write(row, start.to(study.device))
+        starts = initial_rows(study.model, [replica.seed for replica in replicas])
+        self.batch.write(starts.to(study.device))
         chosen = [replica.data for replica in replicas]
         self.data = self.batch.data(study.x, study.y, chosen)
         self.tests = {

@@ -6,6 +6,10 @@ would fall below `FLOOR` of its scale it is held there, so that a million steps 
 nor give an infinite σ; the budget and the bound are the same to double precision.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from diminuendo.influence.closed_forms import (
     FLOOR,
     exponential,
@@ -17,14 +21,33 @@ from diminuendo.influence.closed_forms import (
 from diminuendo.influence.measured import from_file, from_values
 from diminuendo.influence.spectral import spectrum
 
+if TYPE_CHECKING:
+    from diminuendo.experiments.curvature import spectrum_of
+    from diminuendo.experiments.measuring import measure
+
 __all__ = [
     "FLOOR",
     "exponential",
     "from_file",
     "from_values",
     "gradient_descent",
+    "measure",
     "momentum",
     "momentum_split",
     "momentum_two_phase",
     "spectrum",
+    "spectrum_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`measure` and `spectrum_of` train and differentiate: they bring torch when first used."""
+    if name == "measure":
+        from diminuendo.experiments.measuring import measure
+
+        return measure
+    if name == "spectrum_of":
+        from diminuendo.experiments.curvature import spectrum_of
+
+        return spectrum_of
+    raise AttributeError(f"module 'diminuendo.influence' has no attribute {name!r}")

@@ -16,10 +16,30 @@ _HINT = (
 )
 
 
+class Marked(np.ndarray[tuple[int], np.dtype[np.float64]]):
+    """A curve with a warning that plans made from it repeat: what it was measured on."""
+
+    said: str
+
+
+def mark(curve: Vector, said: str | None) -> Vector:
+    """The curve with words that go along with it; as it is where there are none."""
+    if said is None:
+        return curve
+    marked = curve.view(Marked)
+    marked.said = said
+    return marked
+
+
+def said_of(values: object) -> str | None:
+    """The words that a curve carries."""
+    return values.said if isinstance(values, Marked) else None
+
+
 def from_values(values: ArrayLike) -> Vector:
     """A measured curve, checked and scaled so that its largest value is one."""
     curve = _validate.vector("influence", values, remedy=_HINT)
-    return np.asarray(curve / curve.max())
+    return mark(np.asarray(curve / curve.max()), said_of(values))
 
 
 def from_file(path: str | Path) -> Vector:

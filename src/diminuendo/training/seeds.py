@@ -38,6 +38,12 @@ class Seeds:
     def private(self) -> bool:
         return self.fixed is None
 
+    def number(self, purpose: str, step: int) -> int:
+        """The seed for one purpose in one step."""
+        label = f"{purpose} {step}".encode()
+        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
     def generator(
         self, purpose: str, step: int, device: torch.device | str = "cpu"
     ) -> torch.Generator:
@@ -45,13 +51,10 @@ class Seeds:
 
         One object for each purpose and device is seeded anew: making one takes longer.
         """
-        label = f"{purpose} {step}".encode()
-        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
         key = (purpose, str(device))
         if key not in self._made:
             self._made[key] = torch.Generator(device)
-        made = self._made[key]
-        return made.manual_seed(int.from_bytes(digest, "big") >> 1)
+        return self._made[key].manual_seed(self.number(purpose, step))
 
     def shared(self, root: bytes) -> Seeds:
         """The same seeds on another rank."""

@@ -1,0 +1,162 @@
+"""What a GPU does in one pass over the activations instead of four, and noise for all replicas at
+once. Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there.
+
+The wide layer before a narrow one (a hidden layer before the classes) is where the memory traffic
+is: `rectified` makes it in the product itself; `backward` brings the derivatives back through it,
+masks them and measures both. `Philox` draws what `normal_` of a freshly seeded
+generator draws, for many seeds in one kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+available = importlib.util.find_spec("triton") is not None
+NARROW = 16
+"""Most outputs of a layer that `backward` takes."""
+
+if available:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _backward(  # type: ignore[no-untyped-def]
+        slope,
+        w,
+        value,
+        out,
+        value_squares,
+        squares,
+        n,
+        K_STRIDE: tl.constexpr,
+        N_STRIDE: tl.constexpr,
+        H: tl.constexpr,
+        C: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+    ):
+        k = tl.program_id(1).to(tl.int64)
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        norm = tl.zeros((ROWS, COLS), tl.float32)
+        value_norm = tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, H, COLS):
+            cols = start + tl.arange(0, COLS)
+            inside = (rows[:, None] < n) & (cols[None, :] < H)
+            old = value + k * K_STRIDE + rows[:, None].to(tl.int64) * N_STRIDE + cols[None, :]
+            known = tl.load(old, inside, 0.0)
+            value_norm += known * known
+            total = tl.zeros((ROWS, COLS), tl.float32)
+            for c in tl.static_range(C):
+                left = tl.load(slope + k * n * C + rows * C + c, rows < n, 0.0)
+                right = tl.load(w + k * C * H + c * H + cols, cols < H, 0.0)
+                total += left[:, None] * right[None, :]
+            total = tl.where(known > 0, total, 0.0)
+            norm += total * total
+            tl.store(out + k * n * H + rows[:, None] * H + cols[None, :], total, inside)
+        tl.store(squares + k * n + rows, tl.sum(norm, 1), rows < n)
+        tl.store(value_squares + k * n + rows, tl.sum(value_norm, 1), rows < n)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _normal(seeds, stds, out, size, threads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        k = tl.program_id(1)
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        turn = place // threads
+        thread = place % threads
+        nothing = thread * 0
+        a, b, c, d = tl.philox(tl.load(seeds + k), turn // 4, nothing, thread, nothing)
+        second = turn % 4 >= 2
+        first, angle = tl.where(second, c, a), tl.where(second, d, b)
+        unit = 2.3283064365386963e-10
+        u = first.to(tl.uint32, bitcast=True).to(tl.float32) * unit + unit / 2
+        v = angle.to(tl.uint32, bitcast=True).to(tl.float32) * unit + unit / 2
+        v *= 6.283185307179586
+        radius = tl.sqrt(-2.0 * tl.log(u)) * tl.load(stds + k)
+        value = tl.where(turn % 2 == 0, tl.sin(v), tl.cos(v)) * radius
+        tl.store(out + k.to(tl.int64) * size + place, value, place < size)
+
+
+def takes(value: Tensor, matrix: Tensor, activation: str) -> bool:
+    """Whether `backward` can serve a layer with this (in, out) matrix after these activations."""
+    return (
+        available
+        and value.is_cuda
+        and value.dtype is torch.float32
+        and activation == "relu"
+        and matrix.shape[2] <= NARROW
+        and matrix.mT.is_contiguous()
+    )
+
+
+def backward(
+    slope: Tensor, matrix: Tensor, value: Tensor, out: Tensor, rows: int = 4, cols: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """`out` = slope·matrixᵀ where `value` is positive, else zero; squared norms of value and out.
+
+    For slopes (k, n, c), a matrix (k, h, c) that is stored transposed, and values (k, n, h).
+    """
+    k, n, h = value.shape
+    squares, value_squares = value.new_empty(k, n), value.new_empty(k, n)
+    sizes = (value.stride(0), value.stride(1), h, slope.shape[2], rows, cols)
+    grid = (triton.cdiv(n, rows), k)
+    _backward[grid](slope.contiguous(), matrix.mT, value, out, value_squares, squares, n, *sizes)
+    return value_squares, squares
+
+
+def rectifies(inputs: Tensor, activation: str) -> bool:
+    """Whether `rectified` can serve the first layer: inputs (k, n, d) that all replicas share."""
+    return (
+        hasattr(torch, "_addmm_activation")
+        and inputs.is_cuda
+        and activation == "relu"
+        and (inputs.stride(0) == 0 or len(inputs) == 1)
+    )
+
+
+def rectified(inputs: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
+    """relu(inputs·matrix) of shared inputs (n, d) for matrices (k, d, h): one product, rectified
+    as it is written. The last input is a constant one. The result (k, n, h) is a view of (n, k, h).
+    """
+    k, d, h = matrix.shape
+    wide = matrix.transpose(0, 1).reshape(d, k * h)
+    flat = out.view(len(inputs), k * h)
+    torch._addmm_activation(wide[-1], inputs[:, :-1], wide[:-1], out=flat)
+    return flat.view(len(inputs), k, h).transpose(0, 1)
+
+
+@cache
+def philox(size: int, device: torch.device) -> Philox | None:
+    """A Philox for rows of this size, or None where it cannot draw what `normal_` would."""
+    if not (available and device.type == "cuda"):
+        return None
+    made = Philox(size, device)
+    return made if made.exact else None
+
+
+class Philox:
+    """Rows of normal numbers as `normal_` draws them from freshly seeded CUDA generators.
+
+    The way in which elements map to counters is PyTorch's own affair, so it is checked once
+    against `normal_` itself: `exact` is False where it should ever differ.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        facts: Any = torch.cuda.get_device_properties(device)
+        most = facts.multi_processor_count * (facts.max_threads_per_multi_processor // 256)
+        self.threads = 256 * min(most, -(-size // 256))
+        seed = torch.tensor([1234567890123456789], device=device)
+        own = self.fill(torch.empty(1, size, device=device), seed, torch.ones(1, device=device))
+        generator = torch.Generator(device).manual_seed(int(seed))
+        true = torch.empty(size, device=device).normal_(generator=generator)
+        self.exact = bool(torch.allclose(own[0], true, rtol=1e-4, atol=1e-5))
+
+    def fill(self, rows: Tensor, seeds: Tensor, stds: Tensor) -> Tensor:
+        block = 1024
+        grid = (triton.cdiv(self.size, block), rows.shape[0])
+        _normal[grid](seeds, stds, rows, self.size, self.threads, block)
+        return rows
