@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +93,19 @@ def pool(digits: Digits, task: Task) -> Pool:
 
 
 def principal_components(rows: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The `count` directions of largest variance, as columns, each with a settled sign."""
+    """The `count` directions of largest variance, as columns, each with a settled sign.
+
+    From the smaller of the two products of the centred rows with themselves.
+    """
     centred = rows - rows.mean(axis=0)
-    size = centred.shape[1]
-    _, vectors = eigh(centred.T @ centred, subset_by_index=[size - count, size - 1])
+    wide = centred.shape[0] < centred.shape[1]
+    product = centred @ centred.T if wide else centred.T @ centred
+    size = len(product)
+    _, vectors = eigh(product, subset_by_index=[size - count, size - 1])
     leading = vectors[:, ::-1]
+    if wide:
+        leading = centred.T @ leading
+        leading = leading / np.linalg.norm(leading, axis=0)
     signs = np.sign(leading[np.abs(leading).argmax(axis=0), np.arange(count)])
     return np.asarray(leading * signs)
 
@@ -126,6 +136,15 @@ def draw(pool: Pool, examples: int, seed: int) -> Sample:
         _tensors(scaled * scale, pool.labels[rows]),
         _tensors((pool.test_images - centre.astype(np.float32)) @ onto, pool.test_labels),
     )
+
+
+def draw_many(pool: Pool, examples: int, seeds: Sequence[int]) -> list[Sample]:
+    """A sample for each seed, some at a time: LAPACK leaves Python's lock alone."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(lambda seed: draw(pool, examples, seed), seeds))
+
+
+_AT_ONCE = 4
 
 
 def _tensors(x: NDArray[Any], y: NDArray[np.int64]) -> Labelled:

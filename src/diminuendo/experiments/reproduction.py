@@ -18,11 +18,11 @@ from diminuendo import _files, _validate, bounds
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
-from diminuendo.experiments import auxiliary, data, excess
+from diminuendo.experiments import auxiliary, data, excess, influences
 from diminuendo.experiments.auxiliary import Shape
 from diminuendo.experiments.data import Pool
 from diminuendo.experiments.digits import Digits
-from diminuendo.experiments.influences import Measured, measured_influence
+from diminuendo.experiments.measuring import MeasuredInfluence
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.repeats import Outcome, Replica, train
 from diminuendo.experiments.statistics import examples_needed, interval, paired
@@ -35,14 +35,19 @@ METRICS = ("train_loss", "test_loss", "test_accuracy")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much is run. The grid of each task is (its numbers of examples, the one in focus)."""
+    """How much is run. The grid of each task is (its numbers of examples, the one in focus).
+
+    A candidate is trained at least `tuning_repeats` times, and as often as it takes to have seen
+    `tuning_examples`: where N is small, runs are noisy and cheap.
+    """
 
     repeats: int = 100
     trials: int = 16
     tuning_repeats: int = 4
+    tuning_examples: int = 3000
     influence_steps: int = 100
-    influence_repeats: int = 32
-    influence_points: int = 12
+    influence_repeats: int = 12
+    influence_points: int = 10
     hidden: int = 1000
     grids: Mapping[str, tuple[tuple[int, ...], int]]
 
@@ -64,8 +69,9 @@ def quick(repeats: int = 8) -> Setting:
         repeats=repeats,
         trials=6,
         tuning_repeats=2,
+        tuning_examples=0,
         influence_steps=60,
-        influence_repeats=6,
+        influence_repeats=4,
         influence_points=6,
         grids={"MNIST35": ((250, 500), 500), "MNIST": ((500,), 500)},
     )
@@ -120,7 +126,7 @@ class Run:
 def figure(digits: Digits, run: Run) -> dict[str, Any]:
     """Influence, and every variant at every N, tuned on auxiliary data alone."""
     pools = {name: data.pool(digits, data.TASKS[name]) for name in run.setting.grids}
-    influences = {
+    measured = {
         (task, beta): _influence(run, task, beta)
         for task in run.setting.grids
         for beta in (0.0, MOMENTUM)
@@ -129,7 +135,7 @@ def figure(digits: Digits, run: Run) -> dict[str, Any]:
         cell
         for task, pool in pools.items()
         for n in _counts(run.setting, pool)
-        for cell in _at(run, pool, n, influences)
+        for cell in _at(run, pool, n, measured)
     ]
     return {
         "data": digits.source,
@@ -139,8 +145,8 @@ def figure(digits: Digits, run: Run) -> dict[str, Any]:
         "grids": {name: list(_counts(run.setting, pool)) for name, pool in pools.items()},
         "focus": {name: _focus(run.setting, pool) for name, pool in pools.items()},
         "influence": [
-            {"task": task, "momentum": beta, **measured.to_dict()}
-            for (task, beta), measured in influences.items()
+            {"task": task, "momentum": beta, **influences.facts(one)}
+            for (task, beta), one in measured.items()
         ],
         "cells": cells,
         "efficiency": _efficiency(cells),
@@ -171,14 +177,14 @@ def _shape(task: str, examples: int) -> Shape:
     )
 
 
-def _influence(run: Run, task: str, beta: float) -> Measured:
+def _influence(run: Run, task: str, beta: float) -> MeasuredInfluence:
     """On auxiliary data of the size in focus, around uniform noise of the exact budget."""
     setting = run.setting
     examples = setting.grids[task][1]
 
     def compute() -> dict[str, Any]:
         run.say(f"influence by retraining: {task}, N = {examples}, momentum {beta:g}")
-        return measured_influence(
+        found = influences.around_uniform(
             _network(setting, task),
             auxiliary.gaussian(_shape(task, examples), seed=7),
             Budget(epsilon=EPSILON, delta=DELTA),
@@ -188,22 +194,24 @@ def _influence(run: Run, task: str, beta: float) -> Measured:
             beta=beta,
             device=run.device,
             progress=run.progress,
-        ).to_dict()
+        )
+        return {"measured": found.to_json()}
 
-    return Measured.from_dict(run.folder.remembered(f"influence-{task}-{beta:g}", compute))
+    stored = run.folder.remembered(f"influence-{task}-{beta:g}", compute)
+    return MeasuredInfluence.from_json(stored["measured"])
 
 
 def _at(
-    run: Run, pool: Pool, examples: int, influences: Mapping[tuple[str, float], Measured]
+    run: Run, pool: Pool, examples: int, measured: Mapping[tuple[str, float], MeasuredInfluence]
 ) -> list[dict[str, Any]]:
     """All variants of one task at one N: tuned, then run on the same samples, starts and noise."""
     task, setting = pool.task.name, run.setting
     network = _network(setting, task)
     chosen = [v for v in VARIANTS if v.everywhere or examples == _focus(setting, pool)]
-    curves = {v.key: _curve(v, task, influences) for v in chosen}
+    curves = {v.key: _curve(v, task, measured) for v in chosen}
     tuned = {v.key: _tuned(run, task, examples, v, curves[v.key]) for v in chosen}
     run.say(f"{task}, N = {examples}: {setting.repeats} repeats of {len(chosen)} variants")
-    samples = [data.draw(pool, examples, seed) for seed in range(setting.repeats)]
+    samples = data.draw_many(pool, examples, range(setting.repeats))
     replicas = [
         Replica(
             sigmas=tuned[v.key].sigmas(v.budget, curves[v.key]),
@@ -259,10 +267,10 @@ _FIRST_SEED = 10_000
 
 
 def _curve(
-    variant: Variant, task: str, influences: Mapping[tuple[str, float], Measured]
+    variant: Variant, task: str, measured: Mapping[tuple[str, float], MeasuredInfluence]
 ) -> Callable[[int], Vector] | None:
     beta = variant.measured_momentum
-    return None if beta is None else influences[task, beta].curve
+    return None if beta is None else influences.curve(measured[task, beta], beta)
 
 
 def _reference(variant: Variant, values: Mapping[str, Any]) -> str:
@@ -304,7 +312,7 @@ def _tuned(
             influence=curve,
             minimise=variant.minimise,
             trials=setting.trials,
-            repeats=setting.tuning_repeats,
+            repeats=max(setting.tuning_repeats, setting.tuning_examples // examples),
             device=run.device,
             progress=run.progress,
         )

@@ -249,15 +249,17 @@ def _influence(results: Facts) -> html.Section:
         "The noise of one step is changed, everything else is kept, and the run is done again: "
         "by how much does the final loss change for each unit of that step's σ²? On synthetic "
         "data of the private set's shape. Plotted on a logarithmic axis, an exponential is a "
-        "straight line; its rate decides how fast the noise should fade.",
+        "straight line γ^(T−t); the best σ_t then falls like γ^(t/4). With momentum the line bends "
+        "at the end, since the average smooths the last steps.",
         html.table(
-            ["task", "momentum", "rate per step", "goodness of the exponential fit (R²)"],
+            ["task", "momentum", "γ of the exponential fit", "95% interval", "R² of the fit"],
             [
                 [
                     one["task"],
                     f"{one['momentum']:g}",
-                    f"{one['rate']:.4f} ± {one['rate_half']:.4f}",
-                    f"{one['fit']:.3f}",
+                    f"{one['gamma']:.4f}",
+                    f"{one['gamma_low']:.4f} to {one['gamma_high']:.4f}",
+                    f"{one['r_squared']:.3f}",
                 ]
                 for one in results["influence"]
             ],

@@ -40,6 +40,7 @@ Influence = Callable[[int], Vector] | ArrayLike
 MOST_STEPS = 10_000
 MINIMISED = ("train-loss", "test-loss")
 _STARTS = 8
+_LOGARITHMIC = ("lr", "clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +296,21 @@ class Search:
         self.family, self.space = family, space
         self.study = _study(name, storage, seed)
         _same_settings(self.study, {**settings, "family": family}, name)
+        if not self.study.get_trials(deepcopy=False):
+            for point in self._first():
+                self.study.enqueue_trial(point, skip_if_exists=True)
+
+    def _first(self) -> list[dict[str, float]]:
+        """Both ends and the middle of T, the rest in the middle: the best T is often an end."""
+        names = self.space.searched(self.family)
+        middle: dict[str, float] = {}
+        for name in names:
+            low, high = getattr(self.space, name)
+            middle[name] = math.sqrt(low * high) if name in _LOGARITHMIC else (low + high) / 2
+        if "steps" not in names:
+            return [middle]
+        low, high = _ends(self.space.steps)
+        return [{**middle, "steps": t} for t in (low, high, (low + high) // 2)]
 
     def run(
         self,
@@ -318,8 +334,12 @@ class Search:
             advance(len(asked))
 
     def asked(self) -> int:
-        """Every candidate ever proposed, finished or not."""
-        return len(self.study.get_trials(deepcopy=False))
+        """Every candidate ever handed out, finished or not."""
+        from optuna.trial import TrialState
+
+        return sum(
+            trial.state != TrialState.WAITING for trial in self.study.get_trials(deepcopy=False)
+        )
 
     def _finished(self) -> int:
         return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
@@ -333,7 +353,7 @@ class Search:
             if name == "steps":
                 values[name] = trial.suggest_int(name, low, high)
             else:
-                values[name] = trial.suggest_float(name, low, high, log=name in ("lr", "clip"))
+                values[name] = trial.suggest_float(name, low, high, log=name in _LOGARITHMIC)
         if self.family in ("uniform", "optimal"):
             values["fall"] = None
         return Candidate(family=self.family, **values)
@@ -346,6 +366,10 @@ class Search:
             for trial in self.study.get_trials(deepcopy=False)
             if trial.state.is_finished()
         )
+
+
+def _ends(steps: int | tuple[int, int]) -> tuple[int, int]:
+    return steps if isinstance(steps, tuple) else (steps, steps)
 
 
 def _study(name: str, storage: str | None, seed: int) -> optuna.Study:
@@ -537,6 +561,5 @@ def _digest(sets: Sequence[Labelled]) -> str:
 
 
 def _curve_digest(curve: Callable[[int], Vector], space: Space) -> str:
-    steps = space.steps[1] if isinstance(space.steps, tuple) else space.steps
-    values = np.asarray(curve(steps), dtype=np.float64)
+    values = np.asarray(curve(_ends(space.steps)[1]), dtype=np.float64)
     return hashlib.sha256((values / values.max()).round(12).tobytes()).hexdigest()[:16]
