@@ -9,8 +9,9 @@ import numpy as np
 
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
+from diminuendo.errors import InputError
 from diminuendo.experiments.auxiliary import Labelled
-from diminuendo.experiments.measuring import MeasuredInfluence, measure
+from diminuendo.experiments.measuring import ExponentialFit, MeasuredInfluence, measure
 from diminuendo.experiments.repeats import Model
 
 
@@ -44,22 +45,35 @@ def around_uniform(
     )
 
 
-def curve(measured: MeasuredInfluence, beta: float) -> Callable[[int], Vector]:
-    """q_1…q_T for any T: rising for gradient descent, as it was measured with momentum."""
+def curve(measured: MeasuredInfluence, beta: float) -> Callable[[int], Vector] | None:
+    """q_1…q_T for any T: rising for gradient descent, as it was measured with momentum.
+
+    None where too few steps hurt for a curve: noise can also help early on, and no schedule
+    follows from that.
+    """
+    if _fit(measured) is None:
+        return None
     return lambda steps: measured.curve(steps, fit="measured" if beta > 0 else "monotone")
+
+
+def _fit(measured: MeasuredInfluence) -> ExponentialFit | None:
+    try:
+        return measured.exponential()
+    except InputError:
+        return None
 
 
 def facts(measured: MeasuredInfluence) -> dict[str, Any]:
     """For pages and files: the points with their 95% half-widths, and the exponential fit."""
-    fit = measured.exponential()
+    fit = _fit(measured)
     low, high = measured.interval
     return {
         "steps": measured.steps.tolist(),
         "mean": measured.mean.tolist(),
         "half": ((high - low) / 2).tolist(),
         "total": measured.total_steps,
-        "gamma": fit.gamma,
-        "gamma_low": fit.low,
-        "gamma_high": fit.high,
-        "r_squared": fit.r_squared,
+        "gamma": None if fit is None else fit.gamma,
+        "gamma_low": None if fit is None else fit.low,
+        "gamma_high": None if fit is None else fit.high,
+        "r_squared": None if fit is None else fit.r_squared,
     }

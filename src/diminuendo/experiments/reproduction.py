@@ -207,8 +207,15 @@ def _at(
     """All variants of one task at one N: tuned, then run on the same samples, starts and noise."""
     task, setting = pool.task.name, run.setting
     network = _network(setting, task)
-    chosen = [v for v in VARIANTS if v.everywhere or examples == _focus(setting, pool)]
-    curves = {v.key: _curve(v, task, measured) for v in chosen}
+    wanted = [v for v in VARIANTS if v.everywhere or examples == _focus(setting, pool)]
+    curves = {v.key: _curve(v, task, measured) for v in wanted}
+    chosen = [v for v in wanted if v.measured_momentum is None or curves[v.key] is not None]
+    for variant in wanted:
+        if variant not in chosen:
+            run.say(
+                f"{task}: no curve can be made of the measured influence, so {variant.title!r} "
+                "is left out; more repeats would help"
+            )
     tuned = {v.key: _tuned(run, task, examples, v, curves[v.key]) for v in chosen}
     run.say(f"{task}, N = {examples}: {setting.repeats} repeats of {len(chosen)} variants")
     samples = data.draw_many(pool, examples, range(setting.repeats))
