@@ -3,8 +3,9 @@
     python benchmarks/repeats.py                   # on the CPU; on a GPU where there is one
 
 The arithmetic is the same matrix products (two forward, one back, two for the clipped sums), bare,
-on buffers of the same shapes. Rounds alternate between both, group by group; the ratio is of the
-summed times, with the quartiles over groups beside it.
+on buffers of the same shapes. On a CPU both alternate step by step, and seconds of all cores are
+shown beside the clock's, since other programs disturb them less; on a GPU, where a step is only
+launched, they alternate run by run. Everything counts: initialisation, noise, the last assessment.
 """
 
 from __future__ import annotations
@@ -57,14 +58,69 @@ def _cut(buffer: torch.Tensor, n: int) -> torch.Tensor:
     return buffer if n == block else buffer.view(-1)[: k * n * width].view(k, n, width)
 
 
-def clock(call: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def clock(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
     start = time.perf_counter()
     call()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+class Beside:
+    """Runs and times the bare products after every step of the engine."""
+
+    def __init__(self, bare: Callable[[], None]) -> None:
+        self.bare, self.seconds, self.cores = bare, 0.0, 0.0
+
+    def __call__(self, active: int) -> None:
+        del active
+        start, cores = time.perf_counter(), time.process_time()
+        self.bare()
+        self.seconds += time.perf_counter() - start
+        self.cores += time.process_time() - cores
+
+
+def on_cpu(study: repeats.Study, replicas: list[Replica], size: int, block: int) -> str:
+    ratios, totals = [], [0.0, 0.0, 0.0, 0.0]
+    for first in range(0, len(replicas), size):
+        group = replicas[first : first + size]
+        beside = Beside(products(len(group), block, "cpu"))
+        start, cores = time.perf_counter(), time.process_time()
+        repeats._Group(study, group, keep=False).run(beside)
+        own = time.perf_counter() - start - beside.seconds
+        own_cores = time.process_time() - cores - beside.cores
+        for i, value in enumerate((own, beside.seconds, own_cores, beside.cores)):
+            totals[i] += value
+        ratios.append(own / beside.seconds)
+    own, bare, own_cores, bare_cores = totals
+    return (
+        f"engine {own:.2f} s, products {bare:.2f} s, ratio {own / bare:.3f} (groups "
+        f"{min(ratios):.3f} .. {statistics.median(ratios):.3f} .. {max(ratios):.3f}); seconds of "
+        f"all cores {own_cores:.2f} and {bare_cores:.2f}, ratio {own_cores / bare_cores:.3f}"
+    )
+
+
+def on_gpu(study: repeats.Study, replicas: list[Replica], size: int, block: int) -> str:
+    bare = products(size, block, "cuda")
+    steps = replicas[0].steps
+
+    def engine() -> None:
+        for first in range(0, len(replicas), size):
+            repeats._Group(study, replicas[first : first + size], keep=False).run(lambda _: None)
+
+    def floor() -> None:
+        for _ in range(steps * -(-len(replicas) // size)):
+            bare()
+
+    engine()
+    floor()
+    rounds = [(clock(engine), clock(floor)) for _ in range(9)]
+    ratios = sorted(a / b for a, b in rounds)
+    own, bottom = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return (
+        f"engine {own * 1e3:.0f} ms, products {bottom * 1e3:.0f} ms, ratio "
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} .. {ratios[-1]:.3f})"
+    )
 
 
 def main() -> None:
@@ -76,39 +132,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    device, steps = options.device, options.steps
+    device = options.device
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(EXAMPLES, INPUTS, generator=generator)
     y = torch.randint(0, CLASSES, (EXAMPLES,), generator=generator)
     replicas = [
-        Replica(sigmas=[14.0] * steps, lr=0.1, clip=4.0, seed=seed)
+        Replica(sigmas=[14.0] * options.steps, lr=0.1, clip=4.0, seed=seed)
         for seed in range(options.replicas)
     ]
     study = repeats.Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
     size = options.at_once or study.at_once(len(replicas))
     block = study.block(size)
-
-    def engine(group: list[Replica]) -> list[repeats.Outcome]:
-        return repeats.train(network, (x, y), group, at_once=size, device=device, progress=False)
-
-    bare = products(size, block, device)
-    engine([Replica(sigmas=[14.0] * 3, lr=0.1, clip=4.0, seed=seed) for seed in range(size)])
-    bare()
-    rows = []
-    for start in range(0, len(replicas), size):
-        group = replicas[start : start + size]
-        share = len(group) / size
-        before = clock(lambda: [bare() for _ in range(steps // 2)], device)
-        whole = clock(lambda group=group: engine(group), device)  # type: ignore[misc]
-        after = clock(lambda: [bare() for _ in range(steps - steps // 2)], device)
-        rows.append((whole, share * (before + after)))
-    own, floor = (sum(column) for column in zip(*rows, strict=True))
-    ratios = sorted(a / b for a, b in rows)
-    spread = f"; groups {ratios[0]:.3f} .. {statistics.median(ratios):.3f} .. {ratios[-1]:.3f}"
+    said = (on_gpu if device == "cuda" else on_cpu)(study, replicas, size, block)
     print(
         f"{device}: {len(replicas)} replicas, {INPUTS}→{HIDDEN}→{CLASSES}, N = {EXAMPLES}, "
-        f"T = {steps}, {size} at once, blocks of {block}: engine {own:.2f} s, products "
-        f"{floor:.2f} s, ratio {own / floor:.3f}{spread}"
+        f"T = {options.steps}, {size} at once, blocks of {block}: {said}"
     )
 
 

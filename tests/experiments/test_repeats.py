@@ -139,3 +139,177 @@ def test_replicas_equal_the_trainer(model: Callable[[], nn.Module], rate: float)
 
 def test_models_beyond_batching_equal_the_trainer_too() -> None:
     check(lambda: Recurrent().double(), some_replicas())
+
+
+def plain(seed: int = 0, steps: int = 6, **changes: object) -> Replica:
+    return Replica(**{"sigmas": [2.0] * steps, "lr": 0.2, "clip": 1.0, "seed": seed, **changes})
+
+
+def test_groups_blocks_and_order_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = [plain(seed, steps) for seed, steps in [(0, 3), (1, 9), (2, 5), (3, 9), (4, 1)]]
+    tests = {"test": make_data(2)}
+    together = train(mlp, make_data(), replicas, evaluate=tests, progress=False)
+    apart = train(mlp, make_data(), replicas, evaluate=tests, at_once=2, progress=False)
+    monkeypatch.setattr(repeats, "CACHED", 64)
+    small = train(mlp, make_data(), replicas, evaluate=tests, progress=False)
+    for a, b, c, replica in zip(together, apart, small, replicas, strict=True):
+        assert a.replica == replica.digest
+        assert a.steps == replica.steps
+        for other in (b, c):
+            assert a.train_loss == pytest.approx(other.train_loss, rel=1e-9)
+            assert a.evaluations["test"]["loss"] == pytest.approx(other.evaluations["test"]["loss"])
+
+
+def test_replicas_on_different_sets() -> None:
+    sets = [make_data(1), make_data(2)]
+    replicas = [plain(3, data=0), plain(3, data=1), plain(4, data=1)]
+    mixed = train(mlp, sets, replicas, progress=False)
+    for outcome, replica in zip(mixed, replicas, strict=True):
+        alone = train(mlp, sets[replica.data], [plain(replica.seed)], progress=False)[0]
+        assert outcome.train_loss == pytest.approx(alone.train_loss, rel=1e-9)
+
+
+def test_recorded_steps_are_the_shorter_runs_ends() -> None:
+    long, short = train(mlp, make_data(), [plain(5, 8), plain(5, 3)], record=[0, 3], progress=False)
+    assert sorted(long.curve) == [0, 3, 8]
+    assert long.curve[3]["train_loss"] == pytest.approx(short.train_loss)
+    assert long.curve[8]["train_loss"] == long.train_loss
+
+
+def test_learning_rate_by_step_and_no_noise() -> None:
+    constant = train(mlp, make_data(), [plain(1, sigmas=[0.0] * 6)], progress=False)[0]
+    listed = Replica(sigmas=[0.0] * 6, lr=[0.2] * 6, clip=1.0, seed=1)
+    assert train(mlp, make_data(), [listed], progress=False)[0].train_loss == constant.train_loss
+
+
+def test_any_loss_per_example() -> None:
+    def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+        return ((outputs - nn.functional.one_hot(targets, CLASSES)) ** 2).sum(1)
+
+    outcome = train(mlp, make_data(), [plain(1)], loss=squared, progress=False)[0]
+    general = train(
+        lambda: nn.Sequential(mlp(), nn.Flatten()),
+        make_data(),
+        [plain(1)],
+        loss=squared,
+        progress=False,
+    )[0]
+    assert outcome.train_loss == pytest.approx(general.train_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", [mlp, lambda: Normed().double()])
+def test_a_replica_that_diverges_is_reported_and_the_others_go_on(
+    model: Callable[[], nn.Module],
+) -> None:
+    wild = plain(1, steps=9, lr=1e200, clip=1e200)
+    bad, good = train(model, make_data(), [wild, plain(2)], progress=False)
+    assert bad.status == "not finite"
+    assert bad.stopped is not None
+    assert 1 < bad.stopped <= 9
+    assert good.status == "done"
+    alone = train(model, make_data(), [plain(2)], progress=False)[0]
+    assert good.train_loss == pytest.approx(alone.train_loss, rel=1e-9)
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = [plain(seed) for seed in range(5)] + [plain(9, lr=1e200, clip=1e200)]
+    path = tmp_path / "study" / "results.jsonl"
+    options = {"at_once": 2, "progress": False, "evaluate": {"test": make_data(3)}}
+    whole = train(mlp, make_data(), replicas, **options)
+    real, calls = repeats._Group.run, []
+
+    def stopping(self: repeats._Group, advance: Callable[[int], None]) -> list[Outcome]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, advance)
+
+    monkeypatch.setattr(repeats._Group, "run", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        train(mlp, make_data(), replicas, store=path, **options)
+    assert len(path.read_text().splitlines()) == 1 + 4
+    with path.open("a") as handle:
+        handle.write('{"index": 5, "repl')
+    resumed = train(mlp, make_data(), replicas, store=path, **options)
+    assert len(calls) == 4
+    again = train(mlp, make_data(), replicas, store=path, **options)
+    assert len(calls) == 4
+    for a, b, c in zip(whole, resumed, again, strict=True):
+        assert (a.replica, a.status, a.stopped) == (b.replica, b.status, b.stopped)
+        assert (a.replica, a.status, a.stopped) == (c.replica, c.status, c.stopped)
+        if a.status == "done":
+            assert a == b == c
+        else:
+            assert math.isnan(c.train_loss)
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_study_resumed_with_other_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    train(mlp, make_data(), [plain(1)], store=path, progress=False)
+    before = path.read_text()
+    for model, data, replicas in (
+        (mlp, make_data(), [plain(2)]),
+        (mlp, make_data(7), [plain(1)]),
+        (logistic, make_data(), [plain(1)]),
+    ):
+        with pytest.raises(dim.InputError, match="of this study"):
+            train(model, data, replicas, store=path, progress=False)
+    assert path.read_text() == before
+    other = tmp_path / "other.txt"
+    other.write_text('{"a": 1}\n')
+    with pytest.raises(dim.InputError, match="the results of a study"):
+        train(mlp, make_data(), [plain(1)], store=other, progress=False)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(dim.InputError, match="sigmas"):
+        plain(sigmas=[1.0, -1.0])
+    with pytest.raises(dim.InputError, match="lr"):
+        plain(lr=[0.1])
+    with pytest.raises(dim.InputError, match="at least one replica"):
+        train(mlp, make_data(), [], progress=False)
+    with pytest.raises(dim.InputError, match=r"Replica\.data"):
+        train(mlp, make_data(), [plain(data=1)], progress=False)
+    x, y = make_data()
+    with pytest.raises(dim.InputError, match="of one shape"):
+        train(mlp, [(x, y), (x[1:], y[1:])], [plain()], progress=False)
+    with pytest.raises(dim.InputError, match="evaluate"):
+        train(mlp, (x, y), [plain()], evaluate={"test": (x[:, 1:], y)}, progress=False)
+
+
+def test_frozen_parameters_are_refused() -> None:
+    def partly() -> nn.Module:
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    with pytest.raises(dim.InputError, match="all its parameters"):
+        train(partly, make_data(), [plain()], progress=False)
+
+
+def test_the_kind_of_batch_follows_the_model() -> None:
+    kinds = [
+        repeats.Study.of(model, make_data(), [plain()], "cross-entropy", {}, None, None).kind
+        for model in (mlp, lambda: Normed().double(), lambda: Recurrent().double())
+    ]
+    assert [kind.__name__ for kind in kinds] == ["Perceptrons", "Vmapped", "OneByOne"]
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    train(mlp, make_data(), [plain(1)], progress=False)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_rows_are_what_initialise_gives() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4, bias=False), nn.ReLU(), nn.Linear(4, 3))
+
+    rows = repeats.initial_rows(network, [3, 8])
+    for row, seed in zip(rows, [3, 8], strict=True):
+        assert torch.equal(row, repeats.flat_parameters(initialise(network, seed)))

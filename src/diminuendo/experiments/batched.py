@@ -199,11 +199,11 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
     found: list[Layer] = []
     for module in _flattened(model):
         kind = type(module)
-        if kind is nn.Linear:
+        if isinstance(module, nn.Linear) and kind is nn.Linear:
             if found and found[-1].fan_out != module.in_features:
                 return None
-            shape = (module.in_features, module.out_features)
-            found.append(Layer(*shape, module.bias is not None, ""))
+            ins, outs, bias = module.in_features, module.out_features, module.bias is not None
+            found.append(Layer(ins, outs, bias, ""))
         elif kind in _ACTIVATIONS and found and not found[-1].activation:
             last = found.pop()
             found.append(Layer(last.fan_in, last.fan_out, last.bias, _ACTIVATIONS[kind]))

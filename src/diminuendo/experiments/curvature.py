@@ -16,13 +16,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp
+from torch.func import functional_call, grad, vjp
 
 from diminuendo import _validate, influence
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.experiments.batched import Loss, cross_entropy
-from diminuendo.experiments.measuring import NOT_PRIVATE, Source
+from diminuendo.experiments.measuring import NOT_PRIVATE, Source, check_source
 from diminuendo.experiments.repeats import Pair, bar, flat_parameters
 from diminuendo.influence.measured import mark
 
@@ -86,16 +86,7 @@ def spectrum_of(
     source      "auxiliary", or "private": then only with not_private=True, and marked as such
     iterations  Lanczos steps from each of the `starts` random vectors
     """
-    if (
-        _validate.choice("source", source, ["auxiliary", "private"]) == "private"
-        and not not_private
-    ):
-        raise InputError(
-            "given as True with private data",
-            name="not_private",
-            value=not_private,
-            remedy="A spectrum of private data is not private. Use auxiliary data.",
-        )
+    check_source(source, not_private)
     steps = _validate.count("iterations", iterations)
     times = _validate.count("starts", starts)
     product, size, like = _products(model, data, cross_entropy if isinstance(loss, str) else loss)
@@ -121,7 +112,8 @@ def _products(
     model: nn.Module, data: Pair, loss: Loss
 ) -> tuple[Callable[[Tensor], Tensor], int, Tensor]:
     """v ↦ Hv for the mean loss, the number of parameters, and a parameter to be like."""
-    x, y = data
+    where = next(model.parameters()).device
+    x, y = (torch.as_tensor(part).to(where) for part in data)
     named = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
     theta = flat_parameters(model)
     sizes = [p.numel() for _, p in named]
@@ -131,12 +123,12 @@ def _products(
         parameters: dict[str, Any] = {
             name: part.view_as(p) for (name, p), part in zip(named, parts, strict=True)
         }
-        return loss(
-            functional_call(model, parameters, (x.to(flat.device),)), y.to(flat.device)
-        ).mean()
+        return loss(functional_call(model, parameters, (x,)), y).mean()
+
+    pull_back = vjp(grad(mean_loss), theta)[1]
 
     def product(v: Tensor) -> Tensor:
-        found: Tensor = jvp(grad(mean_loss), (theta,), (v,))[1]
+        found: Tensor = pull_back(v)[0]
         return found
 
     return product, theta.numel(), theta

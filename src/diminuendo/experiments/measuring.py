@@ -219,6 +219,18 @@ def _line(steps: NDArray[np.int64], estimates: NDArray[np.float64]) -> tuple[flo
     return float(slope), 1 - left / spread if spread > 0 else 1.0
 
 
+def check_source(source: Source, not_private: bool) -> None:
+    """Private data are measured only by somebody who has said that the result is not private."""
+    _validate.choice("source", source, ["auxiliary", "private"])
+    if source == "private" and not not_private:
+        raise InputError(
+            "given as True with private data",
+            name="not_private",
+            value=not_private,
+            remedy="What is measured there is not private: take auxiliary data of the same shape.",
+        )
+
+
 def measure(
     model: Model,
     data: Pair,
@@ -250,16 +262,7 @@ def measure(
     perturbation  h in units of σ_t (of one where σ_t is zero)
     evaluate      where the final loss is taken; the training data unless given
     """
-    if (
-        _validate.choice("source", source, ["auxiliary", "private"]) == "private"
-        and not not_private
-    ):
-        raise InputError(
-            "given as True with private data",
-            name="not_private",
-            value=not_private,
-            remedy="The result is not private. Measure on auxiliary data of the same shape.",
-        )
+    check_source(source, not_private)
     runs = [
         Replica(sigmas=sigmas, lr=lr, clip=clip, beta=beta, seed=seed + i)
         for i in range(_validate.count("repeats", repeats, at_least=2))
@@ -276,10 +279,11 @@ def measure(
     together = max(1, STATE_BYTES // (row_bytes * (1 + 2 * len(grid))))
     paths = np.bincount(grid, minlength=T + 1)[1:].cumsum()
     total = int(repeats * (T + 2 * paths.sum()))
-    found = []
     with bar("influence", total, progress) as advance:
-        for start in range(0, repeats, together):
-            found.append(_branches(study, runs[start : start + together], grid, h, advance))
+        found = [
+            _branches(study, runs[start : start + together], grid, h, advance)
+            for start in range(0, repeats, together)
+        ]
     estimates = np.concatenate(found)
     whole = np.isfinite(estimates).all(1)
     if whole.sum() < 2:

@@ -167,7 +167,8 @@ def train(
     )
     size = study.at_once(len(left)) if at_once is None else _validate.count("at_once", at_once)
     total = sum(replicas[i].steps for i in left)
-    with bar("replicas", total, progress) as advance:
+    title = "replicas, one by one" if study.kind is OneByOne else "replicas"
+    with bar(title, total, progress) as advance:
         for start in range(0, len(left), size):
             group = left[start : start + size]
             found = _Group(study, [replicas[i] for i in group], keep_parameters).run(advance)
@@ -218,6 +219,14 @@ class Study:
         first = next(template.parameters(), None)
         if first is None:
             raise InputError("a model with parameters", name="model", value=template)
+        frozen = [name for name, p in template.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise InputError(
+                "trained in all its parameters",
+                name="model",
+                value=frozen,
+                remedy="Put the data through the frozen layers once, and train the rest on that.",
+            )
         where = torch.device(device) if device is not None else first.device
         tests = {name: _pairs(given, f"evaluate[{name!r}]") for name, given in evaluate.items()}
         shape = pairs[0][0].shape[1:]
@@ -291,24 +300,34 @@ class Study:
         """How many examples go at once."""
         return max(1, min(self.x.shape[1], self._room // (replicas * self.width)))
 
+    @cached_property
+    def kind(self) -> type[Perceptrons | Vmapped | OneByOne]:
+        """The fastest kind of batch that can hold this model; tried out where it has to be."""
+        layers = layers_of(self.template)
+        if layers is not None and layers[0].fan_in == self.x[0, 0].numel():
+            return Perceptrons
+        rows, clip = slice(0, 1), self.like.new_ones(1)
+        try:
+            batch = Vmapped(self.template, 1, self.loss, 1, self.like)
+            batch.write(flat_parameters(self.template).to(self.device).unsqueeze(0))
+            one = batch.data(self.x[:, :1], self.y[:, :1], [0])
+            noise = self.like.new_zeros(1, batch.parameters)
+            batch.clipped_sum(one, rows, Update(noise, clip, clip))
+            batch.outputs(one.inputs(rows, rows), rows)
+        except (RuntimeError, NotImplementedError, ValueError):
+            return OneByOne
+        return Vmapped
+
     def batch(
         self, replicas: int, block: int, at_once: int | None = None
     ) -> Perceptrons | Vmapped | OneByOne:
-        """The fastest kind of batch that can hold this model; `at_once` rows of it step together."""
-        layers = layers_of(self.template)
-        if layers is not None and layers[0].fan_in == self.x[0, 0].numel():
+        """A batch of this study's models; `at_once` rows of it step together."""
+        if self.kind is Perceptrons:
+            layers = layers_of(self.template) or []
             return Perceptrons(layers, replicas, self.loss, block, self.like, at_once)
-        batch = Vmapped(self.template, replicas, self.loss, block, self.like)
-        try:
-            batch.write(flat_parameters(self.template).to(self.device).expand(replicas, -1))
-            one = batch.data(self.x[:, :1], self.y[:, :1], [0] * replicas)
-            clip = torch.ones(1, dtype=self.like.dtype, device=self.device)
-            noise = torch.zeros(1, batch.parameters, dtype=self.like.dtype, device=self.device)
-            batch.clipped_sum(one, slice(0, 1), Update(noise, clip, clip))
-            batch.outputs(one.inputs(slice(0, 1), slice(0, 1)), slice(0, 1))
-        except (RuntimeError, NotImplementedError, ValueError):
-            return OneByOne(self.template, replicas, self.loss, self.x.shape[1], self.like)
-        return batch
+        if self.kind is Vmapped:
+            return Vmapped(self.template, replicas, self.loss, block, self.like)
+        return OneByOne(self.template, replicas, self.loss, self.x.shape[1], self.like)
 
 
 def flat_parameters(module: nn.Module) -> Tensor:
@@ -382,11 +401,8 @@ class Noise:
         rows = self.rows[: len(stds)]
         if self._philox is not None:
             numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
-            both = (
-                torch.tensor(numbers).pin_memory(),
-                torch.tensor(stds, dtype=rows.dtype).pin_memory(),
-            )
-            seeds, scales = (part.to(rows.device, non_blocking=True) for part in both)
+            both = torch.tensor(numbers), torch.tensor(stds, dtype=rows.dtype)
+            seeds, scales = (p.pin_memory().to(rows.device, non_blocking=True) for p in both)
             return self._philox.fill(rows, seeds, scales)
 
         def draw_row(row: int) -> None:
