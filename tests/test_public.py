@@ -29,6 +29,7 @@ NAMES = {
     "ledger",
     "plan",
     "schedules",
+    "tune",
 }
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SchemaError,
     )
     from diminuendo.events import GaussianStep
+    from diminuendo.experiments.tuning import tune
     from diminuendo.ledger import Ledger
     from diminuendo.planning import Plan, PlanWarning, plan
 
@@ -41,6 +42,7 @@ _HOMES = {
     "delta": "accounting.account",
     "epsilon": "accounting.account",
     "plan": "planning",
+    "tune": "experiments.tuning",
 }
 _MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
 
@@ -64,6 +66,7 @@ __all__ = [
     "ledger",
     "plan",
     "schedules",
+    "tune",
 ]
 
 

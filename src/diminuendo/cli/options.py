@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, cast
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from diminuendo import _validate
 from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
+from diminuendo.errors import InputError
 
 Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the target.")]
 Delta = Annotated[float, typer.Option("--delta", help="δ of the target, well below 1/examples.")]
@@ -32,6 +34,14 @@ def make_budget(epsilon: float, delta: float, relation: str, conversion: str) ->
         relation=cast(Relation, _validate.choice("--relation", relation, SENSITIVITY)),
         conversion=cast(Conversion, _validate.choice("--conversion", conversion, CONVERSIONS)),
     )
+
+
+def need_torch() -> None:
+    """Experiments run on PyTorch: say so before anything is read."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError(
+            "installed", name="torch", value=None, remedy="pip install 'diminuendo[all]'."
+        )
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -135,7 +136,7 @@ def train(
     replicas: Sequence[Replica],
     *,
     loss: Literal["cross-entropy"] | Loss = "cross-entropy",
-    evaluate: Mapping[str, Pair] | None = None,
+    evaluate: Mapping[str, Pair | Sequence[Pair]] | None = None,
     record: Sequence[int] | None = None,
     at_once: int | None = None,
     device: torch.device | str | None = None,
@@ -148,7 +149,8 @@ def train(
     model            makes the module; called once for each replica, under its seed
     data             (x, y), or several of one size, which replicas choose from by `Replica.data`
     loss             a function of (outputs, targets) that gives one loss per example
-    evaluate         named (x, y) on which each replica is assessed at the end and where recorded
+    evaluate         named (x, y) on which each replica is assessed at the end and where recorded;
+                     or one (x, y) for each training set, where these have a test set of their own
     record           steps after which losses and evaluations are kept in `Outcome.curve`
     at_once          how many replicas go together; chosen to bound the memory unless given
     store            a file of JSON lines: a study that was interrupted goes on where it stopped
@@ -195,17 +197,13 @@ class Study:
         data: Pair | Sequence[Pair],
         replicas: Sequence[Replica],
         loss: str | Loss,
-        evaluate: Mapping[str, Pair],
+        evaluate: Mapping[str, Pair | Sequence[Pair]],
         record: Sequence[int] | None,
         device: torch.device | str | None,
     ) -> Study:
         if not replicas:
             raise InputError("at least one replica", name="replicas", value=list(replicas))
-        sets = [data] if isinstance(data[0], Tensor) else list(data)
-        pairs = [_pair(pair, f"data[{i}]") for i, pair in enumerate(sets)]
-        shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
-        if len(shapes) > 1:
-            raise InputError("of one shape", name="the training sets", value=sorted(shapes))
+        pairs = _pairs(data, "data")
         highest = max(replica.data for replica in replicas)
         if highest >= len(pairs):
             raise InputError(
@@ -229,9 +227,16 @@ class Study:
                 remedy="Put the data through the frozen layers once, and train the rest on that.",
             )
         where = torch.device(device) if device is not None else first.device
-        tests = {name: _pair(pair, f"evaluate[{name!r}]") for name, pair in evaluate.items()}
+        tests = {name: _pairs(given, f"evaluate[{name!r}]") for name, given in evaluate.items()}
         shape = pairs[0][0].shape[1:]
-        for name, (inputs, _) in tests.items():
+        for name, given in tests.items():
+            inputs = given[0][0]
+            if len(given) not in (1, len(pairs)):
+                raise InputError(
+                    f"one test set, or one for each training set ({len(pairs)})",
+                    name=f"evaluate[{name!r}]",
+                    value=len(given),
+                )
             if inputs.shape[1:] != shape:
                 raise InputError(
                     f"of the training inputs' shape {tuple(shape)}",
@@ -244,15 +249,16 @@ class Study:
         parts = [str(named)]
         parts += [str([(n, tuple(p.shape)) for n, p in template.named_parameters()])]
         parts += [_tensors_digest(x, y) for x, y in pairs]
-        parts += [f"{name} {_tensors_digest(*pair)}" for name, pair in sorted(tests.items())]
+        parts += [
+            f"{name} {_tensors_digest(*pair)}" for name in sorted(tests) for pair in tests[name]
+        ]
         parts += [str(steps), *(replica.digest for replica in replicas)]
         return cls(
             model,
             template,
-            torch.stack([x for x, _ in pairs]).to(where),
-            torch.stack([y for _, y in pairs]).to(where),
+            *_stacked(pairs, where),
             cross_entropy if isinstance(loss, str) else loss,
-            {name: (a[None].to(where), b[None].to(where)) for name, (a, b) in tests.items()},
+            {name: _stacked(given, where) for name, given in tests.items()},
             tuple(steps),
             _digest("\n".join(parts)),
         )
@@ -448,7 +454,8 @@ class _Group:
         chosen = [replica.data for replica in replicas]
         self.data = self.batch.data(study.x, study.y, chosen)
         self.tests = {
-            name: self.batch.data(x, y, [0] * count) for name, (x, y) in study.evaluate.items()
+            name: self.batch.data(x, y, chosen if len(x) > 1 else [0] * count)
+            for name, (x, y) in study.evaluate.items()
         }
         self.seeds = [Seeds.make(replica.seed) for replica in replicas]
         self.curves: list[dict[int, dict[str, Any]]] = [{} for _ in replicas]
@@ -554,6 +561,22 @@ def _pair(pair: Any, name: str) -> Pair:
     return x, y
 
 
+def _pairs(given: Pair | Sequence[Pair], name: str) -> list[Pair]:
+    """One set or several, all of one shape."""
+    sets = [given] if isinstance(given[0], Tensor) else list(given)
+    pairs = [_pair(pair, f"{name}[{i}]") for i, pair in enumerate(sets)]
+    shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
+    if len(shapes) > 1:
+        raise InputError("sets of one shape", name=name, value=sorted(shapes))
+    return pairs
+
+
+def _stacked(pairs: Sequence[Pair], where: torch.device) -> Pair:
+    return torch.stack([x for x, _ in pairs]).to(where), torch.stack([y for _, y in pairs]).to(
+        where
+    )
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -595,6 +618,6 @@ def bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns) as shown_bar:
+    with Progress(*columns, console=Console(stderr=True)) as shown_bar:
         task = shown_bar.add_task(title, total=total)
         yield lambda steps: shown_bar.advance(task, steps)

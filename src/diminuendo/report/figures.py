@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -103,4 +103,114 @@ def running(epsilon: Vector, path: str | Path, *, title: str) -> Path:
     axis.plot(np.arange(1, epsilon.size + 1), epsilon, color=_COLOURS[0])
     axis.set(xlabel="step", ylabel="ε so far", title=title)
     axis.set_ylim(bottom=0)
+    return _save(figure, path)
+
+
+class Series(NamedTuple):
+    """Means over x with the half-widths of their intervals."""
+
+    name: str
+    x: Sequence[float]
+    mean: Sequence[float]
+    half: Sequence[float]
+
+
+class Panel(NamedTuple):
+    """One set of axes."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+
+
+def with_intervals(panels: Sequence[Panel], path: str | Path) -> Path:
+    """Means with error bars, a panel beside the other."""
+    figure, axes = _new(4.2 * len(panels), 3.6, len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        for i, series in enumerate(panel.series):
+            axis.errorbar(
+                series.x,
+                series.mean,
+                yerr=_drawable(series, panel.log_y),
+                label=series.name,
+                color=_COLOURS[i % len(_COLOURS)],
+                marker="osD^v*"[i % 6],
+                markersize=4,
+                capsize=3,
+                linewidth=1.4,
+            )
+        if panel.log_x:
+            axis.set_xscale("log")
+            ticks = sorted({float(x) for series in panel.series for x in series.x})
+            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axis.minorticks_off()
+        if panel.log_y:
+            axis.set_yscale("log")
+        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
+        axis.legend(frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _drawable(series: Series, log_y: bool) -> list[list[float]]:
+    """Error bars; on a logarithmic axis none reaches below a hundredth of its mean."""
+    down, up = [], []
+    for mean, half in zip(series.mean, series.half, strict=True):
+        reach = half if np.isfinite(half) else 0.0
+        down.append(min(reach, 0.99 * abs(mean)) if log_y else reach)
+        up.append(reach)
+    return [down, up]
+
+
+def ranking(
+    names: Sequence[str],
+    means: Sequence[float],
+    halves: Sequence[float],
+    path: str | Path,
+    *,
+    title: str,
+    xlabel: str,
+) -> Path:
+    """Means with intervals, one line each, the first on top."""
+    figure, (axis,) = _new(8, 0.45 * len(names) + 1.2)
+    rows = np.arange(len(names))[::-1]
+    axis.errorbar(means, rows, xerr=halves, fmt="o", color=_COLOURS[0], capsize=3, markersize=5)
+    axis.set_yticks(rows, list(names))
+    axis.set(xlabel=xlabel, title=title)
+    return _save(figure, path)
+
+
+class Point(NamedTuple):
+    """A candidate of a tuning study: where it was tried, and what it reached."""
+
+    family: str
+    values: Mapping[str, float]
+    score: float
+
+
+def landscape(points: Sequence[Point], path: str | Path, *, ylabel: str) -> Path:
+    """The score against each tuned number, a colour for each family."""
+    names = list(dict.fromkeys(n for p in points for n in p.values))
+    if not names:
+        raise InputError("at least one tuned number", name="points", value=list(points))
+    figure, axes = _new(3.6 * len(names), 3.4, len(names))
+    families = list(dict.fromkeys(p.family for p in points))
+    for axis, name in zip(axes, names, strict=True):
+        for family, colour in zip(families, _COLOURS * 2, strict=False):
+            own = [p for p in points if p.family == family and name in p.values]
+            axis.plot(
+                [p.values[name] for p in own],
+                [p.score for p in own],
+                "o",
+                color=colour,
+                alpha=0.7,
+                markersize=4,
+                label=family if own else None,
+            )
+        if name in ("lr", "clip"):
+            axis.set_xscale("log")
+        axis.set(xlabel=name, ylabel=ylabel if name == names[0] else "")
+    axes[0].legend(frameon=False, fontsize=8)
     return _save(figure, path)

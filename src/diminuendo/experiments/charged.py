@@ -1,0 +1,159 @@
+"""Tuning on the private data itself, with every trial charged.
+
+Formal guarantee: all of it together, the trials, their scores and the final run by the returned
+plan, is (epsilon, δ)-differentially private for the budget's relation, and epsilon ≤
+budget.epsilon, whichever trial is chosen and however the proposals follow from earlier scores.
+
+Why: every full-batch step is a Gaussian mechanism whose cost is 1/σ², and costs add up to R even
+when later steps are chosen by what earlier ones showed. A score is the number of examples that the
+trial's model gets right, which one example changes by at most one, released with noise of deviation
+σ_s: one more Gaussian mechanism. With k trials, each trial and the final run get the same share
+(R − k/σ_s²)/(k + 1), so that what was tried is what will be run.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from diminuendo import _validate
+from diminuendo.budget import Budget
+from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.experiments.auxiliary import Labelled
+from diminuendo.experiments.repeats import Model, bar
+from diminuendo.experiments.tuning import Candidate, Search, Space, make_plan
+from diminuendo.planning import Plan
+from diminuendo.training.loop import fit
+
+SCORE_SHARE = 0.05
+"""Of the budget, what the scores of all trials may cost unless their noise is given."""
+_SAFE = 1 - 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Charged:
+    """The chosen candidate as a plan on what is left, and what everything costs together."""
+
+    plan: Plan
+    lr: float
+    candidate: Candidate
+    scores: tuple[tuple[Candidate, float], ...]
+    score_noise: float
+    spent: float
+    epsilon: float
+    """Of trials, scores and the final run together, at the budget's δ."""
+
+
+def share(budget: Budget, trials: int, score_noise: float) -> float:
+    """What Σ 1/σ² of one trial, or of the final run, may come to."""
+    trials = _validate.count("trials", trials)
+    left = budget.R - trials / _validate.positive("score_noise", score_noise) ** 2
+    if left <= 0:
+        raise BudgetRefused(
+            f"{trials} scores with noise {score_noise:g} cost more than the whole budget "
+            f"(R = {budget.R:.4g}). Try fewer, or add more noise to a score."
+        )
+    return left / (trials + 1) * _SAFE
+
+
+def tune_on_private(
+    budget: Budget,
+    data: Labelled,
+    *,
+    model: Model,
+    family: str = "exponential",
+    space: Space | None = None,
+    trials: int = 8,
+    score_noise: float | None = None,
+    storage: str | None = None,
+    name: str = "charged tuning",
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> Charged:
+    """Choose on the private data, and pay for it out of the same budget.
+
+    trials       how many candidates, decided beforehand; each costs its share, finished or not
+    score_noise  σ_s of a released score; unless given, the scores cost 5% of the budget
+    storage      as in `tune`; a trial that a crash cut short stays charged
+    """
+    x, y = data
+    examples = len(x)
+    trials = _validate.count("trials", trials)
+    space = space or Space()
+    if family == "optimal" or not space.searched(family):
+        raise InputError(
+            "a family with something to tune, and not optimal", name="family", value=family
+        )
+    noise = math.sqrt(trials / (SCORE_SHARE * budget.R)) if score_noise is None else score_noise
+    each = share(budget, trials, noise)
+    part = Budget.from_R(
+        each, delta=budget.delta, relation=budget.relation, conversion=budget.conversion
+    )
+    parameters = sum(p.numel() for p in model().parameters() if p.requires_grad)
+    settings = {
+        "budget": asdict(budget),
+        "space": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(space).items()},
+        "trials": trials,
+        "score_noise": noise,
+        "examples": examples,
+        "parameters": parameters,
+    }
+    search = Search(family, space, settings, storage, name, seed=secrets.randbits(31))
+    with bar("charged tuning", trials, progress) as advance:
+        advance(search.asked())
+        while search.asked() < trials:
+            trial = search.study.ask()
+            candidate = search.candidate(trial)
+            plan = make_plan(candidate, part, examples, parameters)
+            trained = model().to(device)
+            fit(
+                trained,
+                (x, y),
+                plan,
+                loss=lambda out, target: F.cross_entropy(out, target, reduction="none"),
+                lr=candidate.lr,
+                device=device,
+                progress=False,
+            )
+            search.study.tell(trial, 1 - _right(trained, x, y, noise) / examples)
+            advance(1)
+    done = search.trials()
+    if not done:
+        raise InputError(
+            "with at least one finished trial",
+            name="the study",
+            value=f"{trials} charged, none finished",
+            remedy="What they cost stays spent. Begin another study with another budget.",
+        )
+    best = min(done, key=lambda t: t.score if t.score is not None else math.inf)
+    final = make_plan(best.candidate, part, examples, parameters)
+    total = (trials + 1) * part.R + trials / noise**2
+    return Charged(
+        plan=final,
+        lr=best.candidate.lr,
+        candidate=best.candidate,
+        scores=tuple((t.candidate, float(t.score)) for t in done if t.score is not None),
+        score_noise=noise,
+        spent=total,
+        epsilon=_within(budget, total),
+    )
+
+
+def _within(budget: Budget, total: float) -> float:
+    epsilon = budget.epsilon_of(total)
+    if epsilon > budget.epsilon:
+        raise BudgetRefused(f"Everything together costs ε = {epsilon!r} of {budget.epsilon!r}.")
+    return epsilon
+
+
+@torch.no_grad()
+def _right(model: Any, x: torch.Tensor, y: torch.Tensor, noise: float) -> float:
+    """How many examples the model gets right, with Gaussian noise from the operating system."""
+    device = next(model.parameters()).device
+    right = (model(x.to(device)).argmax(dim=1).cpu() == y.cpu()).sum()
+    return float(right) + secrets.SystemRandom().gauss(0.0, noise)

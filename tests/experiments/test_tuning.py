@@ -1,0 +1,177 @@
+"""Tuning: the same effort for all, resumable, refused where it makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import diminuendo as dim
+from diminuendo.errors import InputError
+from diminuendo.experiments import auxiliary, tuning
+from diminuendo.experiments.auxiliary import Shape
+from diminuendo.experiments.networks import TwoLayers
+from diminuendo.experiments.tuning import Space
+
+BUDGET = dim.Budget(epsilon=4, delta=1e-8)
+SHAPE = Shape(examples=40, features=5, classes=2)
+SMALL: dict[str, Any] = {
+    "model": TwoLayers(5, 6, 2),
+    "space": Space(steps=(3, 9)),
+    "trials": 5,
+    "repeats": 2,
+    "batch": 3,
+    "progress": False,
+}
+
+
+def tune(**changes: Any) -> tuning.Tuned:
+    return dim.tune(BUDGET, SHAPE, **{**SMALL, **changes})
+
+
+def test_every_family_gets_the_same_effort_and_a_plan_on_the_budget() -> None:
+    tuned = tune(
+        families=("uniform", "exponential", "step", "optimal"),
+        influence=lambda T: dim.influence.gradient_descent(gamma=0.9, steps=T),
+    )
+    for family, chosen in tuned.families.items():
+        assert len(chosen.trials) == 5
+        assert chosen.plan.schedule == family
+        assert BUDGET.epsilon * (1 - 1e-6) < chosen.plan.epsilon <= BUDGET.epsilon
+        assert 3 <= chosen.plan.steps <= 9
+        scores = [trial.score for trial in chosen.trials if trial.score is not None]
+        assert chosen.score == min(scores)
+    assert tuned.best.score == min(c.score for c in tuned.families.values())
+    assert json.loads(json.dumps(tuned.to_dict()))["best"] == tuned.best.family
+    assert len(tuned.points()) == 20
+
+
+def test_the_plan_s_noise_is_what_was_trained_with() -> None:
+    space = Space(steps=(3, 9), lr=(0.05, 0.5), clip=(1.0, 4.0), momentum=(0.1, 0.8))
+    chosen = tune(families=("exponential",), space=space).best
+    np.testing.assert_allclose(chosen.plan.sigmas, chosen.candidate.sigmas(BUDGET), rtol=1e-12)
+    assert chosen.plan.clip == chosen.candidate.clip
+    assert chosen.plan.momentum == chosen.candidate.momentum
+    assert chosen.lr == chosen.candidate.lr
+    assert set(chosen.searched) == {"steps", "lr", "clip", "momentum", "fall"}
+
+
+def test_a_score_is_the_mean_loss_of_the_ordinary_repeats() -> None:
+    from diminuendo.experiments.repeats import Replica, train
+
+    chosen = tune(families=("exponential",)).best
+    sets = auxiliary.several(SHAPE, 2)
+    runs = [
+        Replica(sigmas=chosen.plan.sigmas, lr=chosen.lr, clip=chosen.plan.clip, seed=i, data=i)
+        for i in range(2)
+    ]
+    outcomes = train(SMALL["model"], sets, runs, progress=False)
+    assert chosen.score == pytest.approx(np.mean([o.train_loss for o in outcomes]), rel=1e-5)
+
+
+def test_without_a_storage_the_same_seed_finds_the_same() -> None:
+    one, other = tune(), tune()
+    assert one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_a_study_goes_on_where_it_stopped(tmp_path: Path, kind: str) -> None:
+    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"{tmp_path}/s.journal"
+    first = tune(storage=storage, families=("exponential",), trials=3)
+    more = tune(storage=storage, families=("exponential",), trials=5)
+    done = [trial.candidate for trial in more.best.trials]
+    assert [trial.candidate for trial in first.best.trials] == done[:3]
+    assert len(done) == 5
+    assert tune(storage=storage, families=("exponential",), trials=5).best.plan == more.best.plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"space": Space(steps=(3, 8))}, "space"),
+        ({"repeats": 3}, "repeats"),
+        ({"model": TwoLayers(5, 7, 2)}, "parameters"),
+        ({"auxiliary": "random"}, "labels"),
+    ],
+)
+def test_a_study_is_not_resumed_with_other_settings(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    storage = f"{tmp_path}/s.journal"
+    before = tune(storage=storage, families=("uniform",))
+    with pytest.raises(InputError, match=told):
+        tune(storage=storage, families=("uniform",), **changes)
+    after = tune(storage=storage, families=("uniform",))
+    assert after.to_dict() == before.to_dict()
+
+
+def test_a_candidate_that_diverges_is_reported_and_the_others_go_on() -> None:
+    space = Space(steps=(3, 9), lr=(1e-2, 1e30))
+    tuned = tune(families=("uniform",), space=space, trials=12)
+    scores = [trial.score for trial in tuned.best.trials]
+    assert None in scores
+    assert len(scores) == 12
+    assert np.isfinite(tuned.best.score)
+
+
+def test_nothing_finite_is_an_error() -> None:
+    with pytest.raises(InputError, match="Lower the learning rate"):
+        tune(families=("uniform",), space=Space(steps=(3, 9), lr=1e35))
+
+
+def test_own_public_data_and_a_held_out_loss() -> None:
+    sets = auxiliary.several(SHAPE, 2, labels="clusters")
+    by_train = tune(auxiliary=sets, families=("uniform",))
+    by_test = tune(auxiliary=sets, held_out=sets[::-1], families=("uniform",), minimise="test-loss")
+    assert by_train.best.score != by_test.best.score
+    assert tune(minimise="test-loss", families=("uniform",)).best.score > 0
+
+
+def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
+    return auxiliary.gaussian(Shape(examples=40, features=6, classes=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"families": ()}, "families"),
+        ({"families": ("uniform", "uniform")}, "families"),
+        ({"families": ("wavy",)}, "families"),
+        ({"families": ("uniform",), "space": Space(steps=5)}, "something to tune"),
+        ({"families": ("optimal",)}, "influence"),
+        ({"families": ("optimal",), "influence": np.ones(4)}, "steps"),
+        ({"influence": np.ones(9)}, "influence"),
+        ({"auxiliary": other_shape()}, "5 features"),
+        ({"auxiliary": "wishes"}, "labels"),
+        ({"minimise": "regret"}, "minimise"),
+        ({"trials": 0}, "trials"),
+        ({"storage": "nonsense://x"}, "storage"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        tune(**changes)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"steps": (0, 10)},
+        {"steps": (5, 10_001)},
+        {"steps": (10, 5)},
+        {"steps": 2.5},
+        {"lr": 0.0},
+        {"lr": (0.1, 0.2, 0.3)},
+        {"clip": -1.0},
+        {"momentum": 1.0},
+        {"fall": (0.0, 1.0)},
+        {"fall": 1.5},
+    ],
+)
+def test_bad_spaces(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        Space(**values)
