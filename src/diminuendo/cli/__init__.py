@@ -12,7 +12,17 @@ import warnings
 import typer
 
 from diminuendo import __version__
-from diminuendo.cli import account, bounds, budget, ledger, plan, reproduce, train, tune
+from diminuendo.cli import (
+    account,
+    bounds,
+    budget,
+    ledger,
+    plan,
+    report,
+    reproduce,
+    train,
+    tune,
+)
 from diminuendo.errors import BudgetRefused, DiminuendoError, LedgerError
 from diminuendo.planning import PlanWarning
 
@@ -24,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger):
+for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report):
     _command.register(app)
 
 

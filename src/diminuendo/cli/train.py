@@ -18,9 +18,11 @@ import typer
 from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
 from diminuendo.cli.options import AsJson, print_json
+from diminuendo.cli.report import drawn
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
 from diminuendo.planning import plan as make_plan
+from diminuendo.report import html
 from diminuendo.report import run as run_report
 
 if TYPE_CHECKING:
@@ -151,6 +153,7 @@ def train(
     facts = _write(output, model, plan, result)
     page = run_report.page(plan, facts)
     _files.write_text(output / "report.md", page)
+    html.write_page(output / "report.html", run_report.document(plan, facts, (), drawn(plan)))
     print_json(facts) if as_json else print(page)
     raise typer.Exit(_EXIT_CODES[result.status])
 

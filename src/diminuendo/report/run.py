@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from diminuendo.planning import Plan
+from diminuendo.report import html
 from diminuendo.report.text import rounded_up
+
+if TYPE_CHECKING:
+    from diminuendo.report.folder import Check
 
 _BEFORE = "anything computed on the data before training: scaling, selection, tuning"
 _SEEDED = "everything: the seed was fixed, so the noise can be predicted"
@@ -23,19 +27,23 @@ def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, "plan": plan.digest, "not_covered": not_covered}
 
 
-def page(plan: Plan, run: Mapping[str, Any]) -> str:
-    """The report, as Markdown."""
-    claim = (
+def claim(run: Mapping[str, Any]) -> str:
+    """The privacy claim in one sentence."""
+    if not run["private"]:
+        return "NOT PRIVATE: the seed was fixed"
+    return (
         f"({rounded_up(run['epsilon'])}, {run['delta']:g})-differentially private for "
         f"{run['relation']} neighbours, against an adversary who sees every noisy gradient"
-        if run["private"]
-        else "NOT PRIVATE: the seed was fixed"
     )
+
+
+def page(plan: Plan, run: Mapping[str, Any]) -> str:
+    """The report, as Markdown."""
     lines = [
         f"# Run: {run['status']} ({run['reason']})",
         "",
         f"- Steps spent: {run['steps']} of {plan.steps}",
-        f"- Claim: {claim}",
+        f"- Claim: {claim(run)}",
         f"- Plan: {run['plan']}",
     ]
     if run.get("ledger"):
@@ -51,3 +59,34 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
         )
     lines += ["", "Not covered by the claim:", "", *(f"- {words}" for words in run["not_covered"])]
     return "\n".join([*lines, "", "```", plan.summary(), "```", ""])
+
+
+def document(
+    plan: Plan, run: Mapping[str, Any], checks: Sequence[Check] = (), picture: str = ""
+) -> html.Html:
+    """The report, as one HTML page; `picture` is the schedule's, as SVG."""
+    cited = run.get("ledger") or {}
+    known: list[tuple[object, object]] = [
+        ("How it ended", f"{run['status']}: {run['reason']}"),
+        ("Steps spent", f"{run['steps']} of {plan.steps}"),
+        ("Plan", html.code(run["plan"])),
+    ]
+    if run.get("lost"):
+        known.append(("Lost in a crash", f"{run['lost']} steps, spent and without effect"))
+    if cited:
+        known += [
+            ("Ledger", f"{cited['address']} ({cited['ledger']})"),
+            ("Budget and run", f"{cited['budget']}, run {cited['run']}"),
+            ("Chain head", html.code(f"{cited['head']} (record {cited['record']})")),
+        ]
+    tone = "good" if run["private"] and all(check.holds for check in checks) else "warning"
+    sections = [
+        html.Section("What is claimed", html.note(claim(run), tone=tone), html.facts(known)),
+        html.Section("What the claim does not cover", html.bullets(run["not_covered"])),
+    ]
+    if checks:
+        rows = [[c.claim, "holds" if c.holds else "DOES NOT HOLD", c.seen] for c in checks]
+        sections.append(html.Section("Checked just now", html.table(["", "", "seen"], rows)))
+    drawn = [html.figure(picture, "Noise multiplier and spending by step")] if picture else []
+    sections.append(html.Section("The plan", *drawn, html.preformatted(plan.summary())))
+    return html.page("A private training run", sections, lead=claim(run))
