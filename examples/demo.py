@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +157,9 @@ def show_spending(ledger: dim.Ledger) -> None:
     )
 
 
-def repeat(families: object, digits: data.Pool, repeats: int) -> dict[str, list[Outcome]]:
+def repeat(
+    families: Mapping[str, Chosen], digits: data.Pool, repeats: int
+) -> dict[str, list[Outcome]]:
     """The same plans on other draws of the data; seeds are shared, so that runs can be paired."""
     samples = data.draw_many(digits, EXAMPLES, range(1, repeats + 1))
     replicas = [
@@ -251,7 +254,8 @@ def tell(
                 html.note(
                     f"Each of the two runs is ({BUDGET.epsilon:g}, {BUDGET.delta:g})-"
                     "differentially private for add-remove neighbours, against an adversary who "
-                    f"sees every noisy gradient; both together ({rounded_up(both.epsilon)}, {both.delta:g}).",
+                    "sees every noisy gradient; both together "
+                    f"({rounded_up(both.epsilon)}, {both.delta:g}).",
                     tone="good",
                 ),
             ),
