@@ -37,7 +37,7 @@ from diminuendo.experiments.tuning import LOGARITHMIC, Candidate, Space, make_pl
 from diminuendo.planning import Plan
 from diminuendo.training.loop import fit
 
-_ORDERS = np.concatenate([1 + np.geomspace(0.05, 10, 80), np.geomspace(11.5, 1000, 60)])
+_ORDERS: list[float] = [*(1 + np.geomspace(0.05, 10, 80)), *np.geomspace(11.5, 1000, 60)]
 _UP = 1 + 1e-9
 SCORE_SHARE = 0.1
 """Of a trial's cost, what its score takes unless its noise is given."""
@@ -65,7 +65,7 @@ def epsilon_of_best(
         divergence_of_best(order, R, mean_trials, relation)
         + math.log1p(-1 / order)
         - math.log(delta * order) / (order - 1)
-        for order in _ORDERS.tolist()
+        for order in _ORDERS
     )
     return max(found, 0.0) * _UP
 
