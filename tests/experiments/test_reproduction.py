@@ -132,6 +132,8 @@ def test_command_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ["reproduce", "nothing", "--out", "x"],
         ["reproduce", "tables", "--out", "x", "--data-dir", "/nowhere"],
         ["reproduce", "tables", "--out", "x", "--repeats", "1"],
+        ["reproduce", "tables", "--out", "x", "--device", "abacus"],
+        ["reproduce", "tables", "--out", "x", "--device", "cuda:99"],
         [
             "tune",
             "--epsilon",

@@ -36,12 +36,25 @@ def make_budget(epsilon: float, delta: float, relation: str, conversion: str) ->
     )
 
 
-def need_torch() -> None:
-    """Experiments run on PyTorch: say so before anything is read."""
+def need_torch(device: str | None) -> None:
+    """Experiments run on PyTorch, on a device that is there: ask before anything is read."""
     if importlib.util.find_spec("torch") is None:
         raise InputError(
             "installed", name="torch", value=None, remedy="pip install 'diminuendo[all]'."
         )
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            "a device that PyTorch can use here",
+            name="--device",
+            value=device,
+            remedy=f"({str(error).splitlines()[0]})",
+        ) from None
 
 
 def print_json(data: dict[str, Any]) -> None:

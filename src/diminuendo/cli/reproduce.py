@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from diminuendo import _validate
-from diminuendo.cli.options import AsJson, need_torch, print_json, print_table
+from diminuendo.cli.options import AsJson, need_torch, print_json, print_table, working
 
 PARTS = ("figure", "tables", "all")
 
@@ -48,21 +48,24 @@ def reproduce(
 
     Example: diminuendo reproduce all --quick --out out/paper
     """
-    need_torch()
+    need_torch(device)
     from diminuendo.experiments import data, reproduction, story
 
     _validate.choice("the part", part, PARTS)
     console = Console(stderr=True)
     made = reproduction.quick if quick else reproduction.full
     setting = made() if repeats is None else made(repeats)
-    digits = data.load(data_dir, fetch=fetch)
+    with working("reading the digits"):
+        digits = data.load(data_dir, fetch=fetch)
     folder = reproduction.Folder(out, {"data": digits.source, **asdict(setting)})
     run = reproduction.Run(
         folder=folder,
         setting=setting,
         device=device,
         progress=progress and console.is_terminal,
-        say=(lambda line: console.print(line, highlight=False)) if progress else lambda _: None,
+        say=(lambda line: console.print(line, highlight=False, soft_wrap=True))
+        if progress
+        else lambda _: None,
     )
     results: dict[str, Any] = {}
     if part in ("figure", "all"):

@@ -76,7 +76,7 @@ def tune(
     Example: diminuendo tune --epsilon 4 --delta 1e-8 --examples 1000 --features 60
     --classes 10 -o out
     """
-    need_torch()
+    need_torch(device)
     from diminuendo.experiments.auxiliary import Shape
     from diminuendo.experiments.networks import TwoLayers
     from diminuendo.experiments.tuning import Space

@@ -120,7 +120,7 @@ def tune_on_private(
                 device=device,
                 progress=False,
             )
-            search.study.tell(trial, 1 - _right(trained, x, y, noise) / examples)
+            search.study.tell(trial, 1 - noisy_right(trained, x, y, noise) / examples)
             advance(1)
     done = search.trials()
     if not done:
@@ -152,7 +152,7 @@ def _within(budget: Budget, total: float) -> float:
 
 
 @torch.no_grad()
-def _right(model: Any, x: torch.Tensor, y: torch.Tensor, noise: float) -> float:
+def noisy_right(model: Any, x: torch.Tensor, y: torch.Tensor, noise: float) -> float:
     """How many examples the model gets right, with Gaussian noise from the operating system."""
     device = next(model.parameters()).device
     right = (model(x.to(device)).argmax(dim=1).cpu() == y.cpu()).sum()

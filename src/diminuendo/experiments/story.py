@@ -252,9 +252,8 @@ def _influence(results: Facts) -> html.Section:
         "by how much does the final loss change for each unit of that step's σ²? On synthetic "
         "data of the private set's shape. Where the influence is positive it rises about like "
         "γ^(T−t), and the best σ_t then falls like γ^(t/4). With momentum it bends at the end, "
-        "since the average smooths the last steps. Below zero, noise in that step lowers the final "
-        "loss: in a run that ends before it has converged, early noise acts like a larger start. "
-        "Such points are left out of the fit.",
+        "since the average smooths the last steps. Below zero, noise in that step lowers "
+        "the final loss. Such points are left out of the fit.",
         html.table(
             ["task", "momentum", "γ of the exponential fit", "95% interval", "R² of the fit"],
             [

@@ -40,7 +40,7 @@ Influence = Callable[[int], Vector] | ArrayLike
 MOST_STEPS = 10_000
 MINIMISED = ("train-loss", "test-loss")
 _STARTS = 8
-_LOGARITHMIC = ("lr", "clip")
+LOGARITHMIC = ("lr", "clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +306,7 @@ class Search:
         middle: dict[str, float] = {}
         for name in names:
             low, high = getattr(self.space, name)
-            middle[name] = math.sqrt(low * high) if name in _LOGARITHMIC else (low + high) / 2
+            middle[name] = math.sqrt(low * high) if name in LOGARITHMIC else (low + high) / 2
         if "steps" not in names:
             return [middle]
         low, high = _ends(self.space.steps)
@@ -353,7 +353,7 @@ class Search:
             if name == "steps":
                 values[name] = trial.suggest_int(name, low, high)
             else:
-                values[name] = trial.suggest_float(name, low, high, log=name in _LOGARITHMIC)
+                values[name] = trial.suggest_float(name, low, high, log=name in LOGARITHMIC)
         if self.family in ("uniform", "optimal"):
             values["fall"] = None
         return Candidate(family=self.family, **values)
