@@ -22,6 +22,7 @@ class Account:
     """A run, as the records tell it."""
 
     budget: str
+    opened: dict[str, Any]
     status: str = OPEN
     granted: int = 0
     started: int = 0
@@ -86,11 +87,12 @@ class Replay:
             self.steps[budget] += int(body["steps"])
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
-            self.runs[run] = Account(budget)
+            self.runs[run] = Account(budget, dict(body))
         else:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
             {
+                "resume": self._resume,
                 "grant": self._grant,
                 "start": self._start,
                 "close": self._end,
@@ -106,6 +108,11 @@ class Replay:
         self.spent[budget] += cost
         within = self.spent[budget] <= self.terms[budget].limit
         _require(over or within, "it goes over the budget")
+
+    def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+        del kind
+        _require(body["turn"] == account.opened["turn"] + 1, "it is out of turn")
+        account.opened.update(body)
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind

@@ -202,14 +202,31 @@ class Store:
 
         return self._until_answered(once)
 
-    def change(self, work: Callable[[Change], Record], *, token: str | None = None) -> Record:
-        """Run `work`, which appends one record, exactly once however often the line breaks."""
+    def change(
+        self,
+        work: Callable[[Change], Record],
+        *,
+        token: str | None = None,
+        same: Callable[[Record], bool] = lambda _: True,
+    ) -> Record:
+        """Run `work`, which appends one record, exactly once however often the line breaks.
+
+        same  whether the record that a token already names answers this request
+        """
         token = token or uuid.uuid4().hex
 
         def once() -> Record:
             with self._transaction(write=True) as connection:
                 change = Change(connection, token)
-                return find(connection, token) or work(change)
+                known = find(connection, token)
+                if known is not None and not same(known):
+                    raise InputError(
+                        "new with every request",
+                        name="token",
+                        value=token,
+                        remedy=f"It named another one, which is record {known.seq}.",
+                    )
+                return known or work(change)
 
         return self._until_answered(once)
 

@@ -182,9 +182,11 @@ class _Run:
             private.spending.restore(state["spending"])
             private.step = state["step"]
         self._begin()
-        private.spending.not_released_from(self.reserved if private.private else private.step)
+        known = self.reserved if private.private else private.step
+        go_on = private.group.agree(lambda: private.spending.not_released_from(known))
         if private.private:
-            private.skip_to(self.reserved)
+            private.skip_to(go_on)
+            self.reserved = min(self.reserved, private.step)
 
     def _begin(self) -> None:
         self.private.group.agree(self.private.spending.begin)
