@@ -105,8 +105,10 @@ def make_file(path: Path) -> None:
         with _MAKING:
             if not path.exists():
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            elif path.is_dir():
+                raise IsADirectoryError(0, "Is a directory")
     except FileExistsError as error:
-        if not path.exists():
+        if not path.exists():  # else another process was faster
             raise _unusable(path, error.strerror) from None
     except OSError as error:
         raise _unusable(path, error.strerror) from None

@@ -168,8 +168,10 @@ class Ledger:
         opened = {"label": label, "plan": plan, "turn": 0, **process.here()}
 
         def work(change: Change) -> Record:
-            rows.refuse_other_data(rows.budget_in(change.connection, name).terms, data)
+            terms = rows.budget_in(change.connection, name).terms
+            rows.refuse_other_data(terms, data)
             run = uuid.uuid4().hex[:16]
+            self._terms[run] = terms
             change.connection.execute(
                 schema.runs.insert().values(
                     id=run,
@@ -291,7 +293,9 @@ class Ledger:
     def _terms_of(self, run: str) -> Terms:
         """Terms never change, and prices are worked out before others are made to wait."""
         if run not in self._terms:
-            self._terms[run] = self.status(self.run(run).budget).terms
+            self._terms[run] = self._store.read(
+                lambda c: rows.budget_in(c, rows.run_in(c, run).budget).terms
+            )
         return self._terms[run]
 
     def start(
