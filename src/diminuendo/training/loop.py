@@ -57,6 +57,7 @@ def fit(
     spending: Spending | None = None,
     ledger: str | None = None,
     budget: str | None = None,
+    source: Any = None,
     policy: Policy | None = None,
     micro_batch: int | None = None,
     seed: int | None = None,
@@ -72,6 +73,7 @@ def fit(
     loss          gives one loss per example: reduction="none"
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
     ledger        URL of a ledger, and `budget` the name of the budget there that pays
+    source        the files that the budget's data are known by, where that is not `data`
     folder        where checkpoints go, and where an interrupted run is taken up again
     """
     if policy is not None and folder is not None:
@@ -89,7 +91,7 @@ def fit(
                 value=seed,
                 remedy="A seeded run is not private: no budget can pay for it.",
             )
-        spending = _from_ledger(ledger, budget, plan, policy, spending, data, progress)
+        spending = _from_ledger(ledger, budget, plan, policy, spending, source or data, progress)
     private = PrivateGradients(
         model,
         plan,
