@@ -71,8 +71,12 @@ class Spending(ABC):
         """Charge a step that may have been released before a crash and is not taken again."""
         self.request(event)
 
-    def not_released_from(self, step: int) -> None:  # noqa: B027
-        """Told after `restore` and `begin`: from this step on nothing can have been released."""
+    def not_released_from(self, step: int) -> int:
+        """Told after `restore` and `begin`: from this step on nothing can have been released.
+
+        Returns the step to go on from: the ones before it may have been.
+        """
+        return max(step, self.steps)
 
     def epsilon(self) -> float:
         """A certified upper bound on what has been granted, at the budget's δ and relation."""
@@ -88,6 +92,13 @@ class Spending(ABC):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Charge again what a saved state had been granted."""
+        if state.get("run"):
+            raise InputError(
+                "taken up with the ledger that pays for it",
+                name="a run",
+                value=state["run"],
+                remedy='fit(..., ledger=URL, budget="name").',
+            )
         if self._granted:
             raise InputError("restored before the first request", name="spending", value=self.steps)
         for data in state["granted"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diminuendo import Ledger
 from diminuendo.cli import main
+from diminuendo.ledger import process
 
 Capture = pytest.CaptureFixture[str]
 
@@ -88,7 +91,7 @@ def test_refusals_and_bad_input(capsys: Capture) -> None:
 
 
 def test_release_asks_first(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diminuendo import GaussianStep, Ledger
+    from diminuendo import GaussianStep
 
     ask(capsys, "create", "p", "--epsilon", "4", "--delta", "1e-8")
     ledger = Ledger()
@@ -98,7 +101,7 @@ def test_release_asks_first(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("diminuendo.ledger.process.born", lambda pid: "dead")
     monkeypatch.setattr("typer.confirm", _no)
     assert main(["ledger", "release", run]) == 130
-    assert "is dead" in capsys.readouterr().out
+    assert "is dead" in capsys.readouterr().err
     assert ledger.run(run).status == "open"
     facts = ask(capsys, "release", run, "--yes", "--by", "Ada")
     assert facts["returned"] == pytest.approx(6 / 400 / 0.51344, rel=1e-4)
@@ -109,3 +112,36 @@ def _no(*_: object, **__: object) -> None:
     import typer
 
     raise typer.Abort
+
+
+def test_names_are_shown_as_they_are(capsys: Capture) -> None:
+    name, label = "[/red] :smile:", "[/x][bold]"
+    ask(capsys, "create", name, "--epsilon", "4", "--delta", "1e-8")
+    ask(capsys, "charge", name, "--sigma", "20", "--label", label)
+    assert main(["ledger", "show", name]) == 0
+    out = capsys.readouterr().out
+    assert name in out
+    assert label in out
+
+
+def test_amounts_beyond_all_bounds_are_refused(capsys: Capture) -> None:
+    for composition in ("gaussian", "renyi"):
+        terms = ("--epsilon", "4", "--delta", "1e-8", "--composition", composition)
+        ask(capsys, "create", composition, *terms)
+        ask(capsys, "charge", composition, "--sigma", "1e200", "--steps", "1000000")
+        assert ask(capsys, "list")["budgets"][-1]["spent"] > 0
+    words = ask(capsys, "charge", "gaussian", "--sigma", "1e-200", "--steps", "9", code=3)
+    assert "times the whole" in words
+
+
+def test_a_question_is_not_part_of_the_answer(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(capsys, "create", "b", "--epsilon", "4", "--delta", "1e-8")
+    run = Ledger().open_run("b").id
+    monkeypatch.setattr(process, "alive", lambda _: False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["ledger", "release", run, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["status"] == "released"
+    assert "This assumes" in captured.err

@@ -262,3 +262,22 @@ def test_bad_run_files(
     assert captured.out == ""
     assert said in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("known_by", ["file", "arrays", "other"])
+def test_a_budget_knows_its_data_by_the_file_or_by_the_arrays(
+    run_file: Path, known_by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load("train.npz") as arrays:
+        given = {
+            "file": ["--data", "train.npz"],
+            "arrays": ["--digest", dim.ledger.identify((arrays["x"], arrays["y"]))],
+            "other": ["--data", "tiny_models.py"],
+        }[known_by]
+    terms = ["--epsilon", "5", "--delta", "1e-5", "--ledger", "l.sqlite"]
+    assert main(["ledger", "create", "b", *terms, *given]) == 0
+    paid = '[ledger]\nurl = "l.sqlite"\nbudget = "b"'
+    run_file.write_text(RUN.format(folder="out", extra=paid))
+    capsys.readouterr()
+    assert main(["train", str(run_file), "--json"]) == (2 if known_by == "other" else 0)
+    assert ("the data of the budget" in capsys.readouterr().err) == (known_by == "other")

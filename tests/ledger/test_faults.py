@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 from ledgers import in_child, new_database, running_server, step
+from sqlalchemy.engine import make_url
 
 from diminuendo import Budget, InputError, Ledger, LedgerError
-from diminuendo.ledger import verify
+from diminuendo.ledger import address, verify
 
 BUDGET = Budget(epsilon=4, delta=1e-8)
 
@@ -57,11 +60,74 @@ def test_a_full_disk_loses_nothing_and_grants_nothing(file: Path, tmp_path: Path
         ledger.grant(ledger.runs("b")[0].id, [step()])
 
 
-def test_a_file_that_cannot_be_written(file: Path) -> None:
+def test_a_file_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "parse", make_url)
     with pytest.raises(LedgerError, match="readonly"):
         Ledger(f"sqlite:///file:{file}?mode=ro&uri=true", patience=1).open_run("b")
+    monkeypatch.undo()
     with Ledger(file) as ledger:
         assert ledger.runs() == []
+
+
+def test_a_second_ledger_in_one_process_leaves_the_first_its_locks(file: Path) -> None:
+    """Closing a handle drops a process's locks: others would then delete the log in use."""
+    first = Ledger(file)
+    run = first.open_run("b")
+    Ledger(file).close()
+    other = f"from diminuendo import Ledger; x = Ledger({str(file)!r}); x.open_run('b'); x.close()"
+    subprocess.run([sys.executable, "-c", other], check=True, timeout=60)
+    first.grant(run.id, [step()])
+    seen = f"from diminuendo import Ledger; print(Ledger({str(file)!r}).status('b').spent)"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=60)
+    assert float(done.stdout) == first.status("b").spent > 0
+    first.close()
+
+
+@pytest.mark.parametrize("lost", ["replaced", "deleted", "log"])
+def test_a_file_that_changes_under_a_ledger(file: Path, tmp_path: Path, lost: str) -> None:
+    ledger = Ledger(file)
+    run = ledger.open_run("b")
+    if lost == "replaced":
+        with Ledger(tmp_path / "other.sqlite") as other:
+            other.create("b", BUDGET)
+        (tmp_path / "other.sqlite").replace(file)
+    elif lost == "deleted":
+        file.unlink()
+    else:
+        Path(f"{file}-wal").unlink()
+    with pytest.raises(LedgerError, match="replaced or deleted"):
+        ledger.grant(run.id, [step()])
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        ":memory:",
+        "file:x.sqlite",
+        "sqlite:///:memory:",
+        "sqlite:///file:x.sqlite?nolock=1&uri=true",
+        "sqlite:///x.sqlite?timeout=0",
+        "postgresql:/me:secret@host/db",
+    ],
+)
+def test_addresses_that_would_forget_or_not_lock(url: str) -> None:
+    with pytest.raises(InputError) as refused:
+        Ledger(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_network_mounts_with_names_beyond_ascii(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    lines = (
+        b"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / /mnt/donn\xc3\xa9es\\040x rw - nfs4 h:/ rw\n"
+    )
+    table.write_bytes(lines + b"3 1 0:5 / /mnt/\xff rw - ext4 /dev/sdb rw\n")
+    monkeypatch.setattr(address, "_MOUNTS", table)
+    assert address.file_system(Path("/mnt/données x/ledger.sqlite")) == "nfs4"
+    assert address.file_system(Path("/mnt/other")) == "ext4"
 
 
 def test_a_damaged_file(file: Path) -> None:

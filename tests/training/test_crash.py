@@ -45,9 +45,9 @@ def child(death):
     os.replace, os.fsync = around(os.replace), around(os.fsync)
     Path.replace = around(Path.replace)
     plain = PrivateGradients._release
-    def release(self, deviation, sums):
-        plain(self, deviation, sums)
-        os.write(log, f"{{self.step - 1}} {{deviation}}\\n".encode())
+    def release(self, step):
+        plain(self, step)
+        os.write(log, f"{{self.step - 1}} {{step.noise_std}}\\n".encode())
     PrivateGradients._release = around(release)
     model = test_fit.make_model()
     result = test_fit.run(model, plan, folder=folder, checkpoint_every=3, **options())

@@ -36,6 +36,10 @@ UNIT = 1 << 200
 """Costs are whole multiples of 2⁻²⁰⁰, rounded up: sums are exact, in any order, reloaded or not."""
 
 
+_PIECE = 4096
+"""Steps whose divergences are worked out at once: each takes as many numbers as the order."""
+
+
 class _Filter(ABC):
     """A limit, what has been spent of it, and the price of a step; all in units of 2⁻²⁰⁰."""
 
@@ -170,8 +174,9 @@ class RenyiFilter(_Filter):
         rates = np.array([step.sampling_rate for step in steps])
         each = np.empty_like(sigmas)
         for rate in np.unique(rates):
-            same = rates == rate
-            each[same] = renyi.divergence(self.order, sigmas[same], float(rate))
+            same = np.flatnonzero(rates == rate)
+            for part in np.split(same, range(_PIECE, same.size, _PIECE)):
+                each[part] = renyi.divergence(self.order, sigmas[part], float(rate))
         if not np.isfinite(each).all():
             raise InputError(
                 "large enough for a finite price",
@@ -179,7 +184,7 @@ class RenyiFilter(_Filter):
                 value=float(sigmas[~np.isfinite(each)][0]),
             )
         return [
-            step.count * math.ceil(Fraction(cost) * UNIT)
+            step.count * max(math.ceil(Fraction(cost) * UNIT), 1)
             for step, cost in zip(steps, each.tolist(), strict=True)
         ]
 

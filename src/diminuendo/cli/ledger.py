@@ -262,7 +262,7 @@ def release(
     ledger = Ledger(url)
     before = ledger.run(run)
     if not yes:
-        print(f"This assumes that {assumption(before, unreleased)}.", flush=True)
+        typer.echo(f"This assumes that {assumption(before, unreleased)}.", err=True)
         typer.confirm("Is that so?", abort=True, err=True)
     after = ledger.release(run, by=by, unreleased=unreleased)
     status = ledger.status(after.budget)

@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from diminuendo import _validate
 from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
@@ -62,14 +63,18 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table that is never cut short: a narrow terminal wraps it instead."""
+    """A table that is never cut short: a narrow terminal wraps it. Text is shown as it is."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
     )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     needed = Console(width=1000).measure(table).maximum
     Console(width=max(Console().width, needed)).print(table)
 

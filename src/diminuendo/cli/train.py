@@ -144,6 +144,7 @@ def train(
                 device=training.get("device"),
                 ledger=_ledger(settings).get("url"),
                 budget=_ledger(settings).get("budget"),
+                source=_source(settings, here),
                 folder=output / "checkpoint",
                 checkpoint_every=training.get("checkpoint_every", 50),
                 progress=not as_json,
@@ -361,6 +362,17 @@ def _ledger(settings: Mapping[str, Any]) -> Mapping[str, str]:
             "there", name="ledger.budget", value=None, remedy="Which of the ledger's budgets pays?"
         )
     return section
+
+
+def _source(settings: Mapping[str, Any], folder: Path) -> Path | None:
+    """The data's file, where the budget that pays knows the data by it (`ledger create --data`)."""
+    if "ledger" not in settings or "path" not in settings["data"]:
+        return None
+    from diminuendo.ledger import Ledger, identify
+
+    path, section = folder / str(settings["data"]["path"]), _ledger(settings)
+    known = Ledger(section.get("url")).status(section["budget"]).terms.data
+    return path if known is not None and identify(path) == known else None
 
 
 def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from sqlalchemy.engine import URL, make_url
@@ -17,6 +19,9 @@ _SHARED = ("nfs", "cifs", "smb", "9p", "afs", "afp", "ceph", "lustre", "gpfs", "
            "pvfs", "orangefs", "ncpfs", "davfs", "webdav", "sshfs", "s3fs", "gcsfuse", "rclone",
            "moosefs", "ocfs2", "gfs2", "virtiofs", "vboxsf", "prl_fs", "beegfs")  # fmt: skip
 _WORDS = "sqlite:///path/to/ledger.sqlite, a path, or postgresql://user@host/database"
+_SCHEME = re.compile(r"(sqlite|postgres|file)[\w+]*:|:memory:", re.IGNORECASE)
+_MOUNTS = Path("/proc/self/mountinfo")
+_MAKING = threading.Lock()
 
 
 def default() -> str:
@@ -37,8 +42,8 @@ def parse(text: str | Path) -> URL:
     """The URL, with the driver that this library uses. Errors do not repeat it."""
     if isinstance(text, Path) or "://" not in text:
         path = Path(text).expanduser()
-        if str(text).startswith("sqlite:") or not path.name:
-            raise InputError(_WORDS, name="the ledger's URL", value=str(text))
+        if _SCHEME.match(str(text)) or not path.name:
+            raise InputError(_WORDS, name="the ledger's URL", value="no such thing")
         return URL.create("sqlite", database=str(path))
     try:
         url = make_url(text)
@@ -47,9 +52,16 @@ def parse(text: str | Path) -> URL:
         raise InputError(_WORDS, name="the ledger's URL", value="what cannot be read") from None
     if backend in ("postgresql", "postgres"):
         return url.set(drivername="postgresql+psycopg")
-    if backend != "sqlite" or not url.database or url.database == ":memory:":
+    if backend != "sqlite" or not url.database:
         raise InputError(_WORDS, name="the ledger's URL", value=f"a {backend} URL")
-    return url.set(drivername="sqlite")
+    if _SCHEME.match(url.database) or url.query:
+        raise InputError(
+            "a file of its own, without options",
+            name="the ledger's URL",
+            value="a URL with them",
+            remedy="Options can switch off the locks, or keep nothing: sqlite:///path.",
+        )
+    return URL.create("sqlite", database=str(Path(url.database).expanduser()))
 
 
 def shown(url: URL) -> str:
@@ -72,7 +84,12 @@ def file_of(url: URL) -> Path | None:
 
 
 def make_file(path: Path) -> None:
-    """Create the ledger's file, readable by its owner alone; refuse a shared file system."""
+    """Create the ledger's file, readable by its owner alone; refuse a shared file system.
+
+    A file that is there is not touched: closing any handle of it would drop the locks that this
+    process's other connections hold on it, and another process could then take the log from
+    under them.
+    """
     kind = file_system(path)
     if kind is not None and _is_shared(kind):
         raise InputError(
@@ -85,10 +102,14 @@ def make_file(path: Path) -> None:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except PermissionError:
-        if not path.exists():
-            raise _unusable(path, "Permission denied") from None
+        with _MAKING:
+            if not path.exists():
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            elif path.is_dir():
+                raise IsADirectoryError(0, "Is a directory")
+    except FileExistsError as error:
+        if not path.exists():  # else another process was faster
+            raise _unusable(path, error.strerror) from None
     except OSError as error:
         raise _unusable(path, error.strerror) from None
 
@@ -116,12 +137,11 @@ def file_system(path: Path) -> str | None:
 
 
 def _mounts() -> dict[Path, str]:
-    table = Path("/proc/self/mountinfo")
-    if table.exists():
+    if _MOUNTS.exists():
         found = {}
-        for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             left, _, right = line.partition(" - ")
-            where = left.split()[4].encode().decode("unicode_escape", errors="replace")
+            where = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4])
             found[Path(where)] = right.split()[0]
         return found
     if sys.platform == "darwin":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import address, process, rows, schema
 from diminuendo.ledger.records import Record, canonical, pack
-from diminuendo.ledger.room import affordable, louder_by, refund_of
+from diminuendo.ledger.room import NoRoom, affordable, louder_by, refund_of, refusal
 from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED, Head, Run, Status
 from diminuendo.ledger.store import Change, Store
 from diminuendo.ledger.terms import Terms, text
@@ -56,6 +55,7 @@ class Ledger:
         self.url = address.parse(address.default() if url is None else url)
         self._store = Store(self.url, patience=_validate.positive("patience", patience))
         self._store.prepare()
+        self._terms: dict[str, Terms] = {}
 
     def __repr__(self) -> str:
         return f"Ledger({self._store.shown})"
@@ -115,8 +115,9 @@ class Ledger:
                 "create", budget=name, body={"terms": terms.to_dict(), "by": process.person()}
             )
 
+        same = _asked("create", budget=name, body={"terms": terms.to_dict()})
         try:
-            self._store.change(work, token=token)
+            self._store.change(work, token=token, same=same)
         except _Exists as exists:
             rows.same_terms(exists.terms, terms)
         return self.status(name)
@@ -163,25 +164,14 @@ class Ledger:
         data  the identity of the run's data; refused where it is not the budget's
         """
         text("label", label, empty=True)
-        opened = {
-            "label": label,
-            "plan": plan,
-            "by": process.person(),
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "born": process.born(os.getpid()),
-        }
+        text("plan", plan, empty=True)
+        opened = {"label": label, "plan": plan, "turn": 0, **process.here()}
 
         def work(change: Change) -> Record:
             terms = rows.budget_in(change.connection, name).terms
-            if data is not None and terms.data is not None and data != terms.data:
-                raise InputError(
-                    f"the data of the budget {name!r} ({terms.data})",
-                    name="the data",
-                    value=data,
-                    remedy="Use the budget of these data, or make one.",
-                )
+            rows.refuse_other_data(terms, data)
             run = uuid.uuid4().hex[:16]
+            self._terms[run] = terms
             change.connection.execute(
                 schema.runs.insert().values(
                     id=run,
@@ -196,7 +186,28 @@ class Ledger:
             )
             return change.append("open", budget=name, run=run, body=opened)
 
-        return self.run(self._store.change(work, token=token).run)
+        same = _asked("open", budget=name, body={"label": label, "plan": plan})
+        return self.run(self._store.change(work, token=token, same=same).run)
+
+    def resume_run(self, run: str, *, data: str | None = None, token: str | None = None) -> Run:
+        """Go on with an open run in this process: it is this one's `turn` now.
+
+        Whoever had it before is refused from here on where it says whose turn it is. Refused
+        while another process that is known to live has it.
+        """
+
+        def work(change: Change) -> Record:
+            before = rows.open_run_in(change.connection, run)
+            rows.refuse_other_data(rows.budget_in(change.connection, before.budget).terms, data)
+            if before.opened["pid"] != os.getpid() and process.alive(before.opened):
+                raise _still_alive(before)
+            taken = {**process.here(), "turn": before.turn + 1}
+            rows.set_run(change.connection, replace(before, opened={**before.opened, **taken}))
+            return change.append("resume", budget=before.budget, run=run, body=taken)
+
+        turn = self._store.change(work, token=token, same=_asked("resume", run=run)).body["turn"]
+        now = self.run(run)
+        return replace(now, opened={**now.opened, "turn": turn})
 
     def run(self, run: str) -> Run:
         return self._store.read(lambda connection: rows.run_in(connection, run))
@@ -223,6 +234,7 @@ class Ledger:
         start: bool = True,
         most: bool = False,
         confirmed: int | None = None,
+        turn: int | None = None,
         token: str | None = None,
     ) -> Grant:
         """Charge the events to the run's budget, or raise BudgetRefused and change nothing.
@@ -230,15 +242,17 @@ class Ledger:
         start      the steps may be released from now on; False where `start` will say when
         most       as many of the events, from the first on, as there is room for
         confirmed  how many of the run's steps are known to have been taken
+        turn       whose turn the asker thinks it is (`resume_run`)
         """
         asked = list(events)
-        if not asked:
-            raise InputError("at least one event", name="events", value=[])
+        if not asked or not all(isinstance(event, GaussianStep) for event in asked):
+            raise InputError("at least one event (GaussianStep)", name="events", value=asked[:1])
+        costs = self._terms_of(run).costs(asked)
 
         def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
+            before = rows.open_run_in(change.connection, run, turn)
             status = rows.budget_in(change.connection, before.budget)
-            given, cost = affordable(status, asked, most)
+            given, cost = affordable(status, asked, costs, most)
             steps = sum(event.count for event in given)
             granted = before.granted + steps
             rows.set_budget(change.connection, status, status.spent_units + cost)
@@ -262,16 +276,42 @@ class Ledger:
             }
             return change.append("grant", budget=before.budget, run=run, body=body)
 
-        body = self._store.change(work, token=token).body
+        def same(record: Record) -> bool:
+            given, wanted = list(record.body["events"]), pack(asked)
+            if most and given:
+                wanted = wanted[: len(given)]
+                wanted[-1][2] = min(wanted[-1][2], given[-1][2])
+            return given == wanted and record.body["started"] is start
+
+        as_before = _asked("grant", run=run, also=same)
+        try:
+            body = self._store.change(work, token=token, same=as_before).body
+        except NoRoom as no:
+            raise BudgetRefused(refusal(no.status, asked, sum(costs))) from None
         return Grant(int(body["first"]), int(body["steps"]))
 
+    def _terms_of(self, run: str) -> Terms:
+        """Terms never change, and prices are worked out before others are made to wait."""
+        if run not in self._terms:
+            self._terms[run] = self._store.read(
+                lambda c: rows.budget_in(c, rows.run_in(c, run).budget).terms
+            )
+        return self._terms[run]
+
     def start(
-        self, run: str, upto: int, *, confirmed: int | None = None, token: str | None = None
+        self,
+        run: str,
+        upto: int,
+        *,
+        confirmed: int | None = None,
+        turn: int | None = None,
+        token: str | None = None,
     ) -> None:
         """Durably: the run's granted steps before `upto` may be released from now on."""
+        upto = _validate.count("upto", upto, at_least=0)
 
         def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
+            before = rows.open_run_in(change.connection, run, turn)
             if not before.started <= upto <= before.granted:
                 raise InputError(
                     f"from {before.started} to {before.granted}, what was granted",
@@ -283,15 +323,23 @@ class Ledger:
             body = {"upto": upto, "confirmed": now.confirmed}
             return change.append("start", budget=before.budget, run=run, body=body)
 
-        self._store.change(work, token=token)
+        self._store.change(work, token=token, same=_asked("start", run=run, body={"upto": upto}))
 
     def close_run(
-        self, run: str, *, used: int, reason: str = "done", token: str | None = None
+        self,
+        run: str,
+        *,
+        used: int,
+        reason: str = "done",
+        turn: int | None = None,
+        token: str | None = None,
     ) -> Run:
         """A clean end: `used` steps were taken, and what was granted beyond goes back."""
+        used = _validate.count("used", used, at_least=0)
+        text("reason", reason)
 
         def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
+            before = rows.open_run_in(change.connection, run, turn)
             if not before.confirmed <= used <= before.started:
                 raise InputError(
                     f"from {before.confirmed} (confirmed) to {before.started} (started)",
@@ -300,7 +348,7 @@ class Ledger:
                 )
             return self._return(change, before, used, CLOSED, "close", {"reason": reason})
 
-        self._store.change(work, token=token)
+        self._store.change(work, token=token, same=_asked("close", run=run, body={"used": used}))
         return self.run(run)
 
     def release(
@@ -317,17 +365,12 @@ class Ledger:
         def work(change: Change) -> Record:
             before = rows.open_run_in(change.connection, run)
             if process.alive(before.opened):
-                raise InputError(
-                    "dead",
-                    name=f"the process of run {run}",
-                    value=f"process {before.opened['pid']}, which is alive on this machine",
-                    remedy="Stop it first; a run that ends by itself returns what it did not use.",
-                )
+                raise _still_alive(before)
             used = before.confirmed if unreleased else before.started
             said = {"by": person, "assumed": process.assumption(before, unreleased)}
             return self._return(change, before, used, RELEASED, "release", said)
 
-        self._store.change(work, token=token)
+        self._store.change(work, token=token, same=_asked("release", run=run))
         return self.run(run)
 
     def _return(
@@ -397,9 +440,41 @@ class Ledger:
         """Read from one state of the database (for `verify` and `export`)."""
         return self._store.read(work)
 
-    def changing(self, work: Callable[[Change], Record], *, token: str | None = None) -> Record:
+    def changing(self, work: Callable[[Change], Record]) -> Record:
         """Append one record in a transaction (for `import`)."""
-        return self._store.change(work, token=token)
+        return self._store.change(work)
+
+
+def _asked(
+    kind: str,
+    *,
+    budget: str | None = None,
+    run: str | None = None,
+    body: Mapping[str, Any] | None = None,
+    also: Callable[[Record], bool] = lambda _: True,
+) -> Callable[[Record], bool]:
+    """Whether a record answers this request: a token that named another one is refused."""
+    told = json.loads(canonical(body or {}))
+
+    def same(record: Record) -> bool:
+        return (
+            record.kind == kind
+            and budget in (None, record.budget)
+            and run in (None, record.run)
+            and all(record.body[name] == value for name, value in told.items())
+            and also(record)
+        )
+
+    return same
+
+
+def _still_alive(run: Run) -> InputError:
+    return InputError(
+        "dead",
+        name=f"the process of run {run.id}",
+        value=f"process {run.opened['pid']}, which is alive on this machine",
+        remedy="Stop it first; a run that ends by itself returns what it did not use.",
+    )
 
 
 def _all(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:

@@ -14,6 +14,7 @@ from diminuendo import _files
 from diminuendo.errors import BudgetRefused, InputError, LedgerError, SchemaError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import schema
+from diminuendo.ledger.address import file_of
 from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.identity import Progress, silent
 from diminuendo.ledger.records import Record, canonical, unpack
@@ -27,13 +28,16 @@ from diminuendo.ledger.rows import (
     set_budget,
 )
 from diminuendo.ledger.store import Change, record_of
-from diminuendo.ledger.terms import Terms
+from diminuendo.ledger.terms import Terms, text
 
 SCHEMA, VERSION = "diminuendo.ledger", 1
 
 
 def export(ledger: Ledger, path: str | Path, *, progress: Progress = silent) -> int:
     """Write every record, one JSON object a line, after a line that says what this is."""
+    own = file_of(ledger.url)
+    if own is not None and own.exists() and Path(path).exists() and own.samefile(path):
+        raise InputError("another file than the ledger's", name="the output", value=str(path))
     head = ledger.head
     first = {"schema": SCHEMA, "version": VERSION, "ledger": head.ledger, "seq": head.seq,
              "digest": head.digest}  # fmt: skip
@@ -115,8 +119,10 @@ def _import(
         status = budget_in(change.connection, name)
         same_terms(status.terms, terms)
         before = 0 if last is None else int(last.body["total"])
-        cost = max(int(body["total"]) - before, 0)
-        steps = max(body["steps_total"] - (0 if last is None else last.body["steps_total"]), 0)
+        steps_before = 0 if last is None else int(last.body["steps_total"])
+        cost, steps = int(body["total"]) - before, body["steps_total"] - steps_before
+        cost, steps = max(cost, 0), max(steps, 0)
+        charged = {"total": str(before + cost), "steps_total": steps_before + steps}
         if status.spent_units + cost > terms.limit and not body["overspend"]:
             raise BudgetRefused(
                 f"What was spent there does not fit beside what was spent here of {name!r}. If it "
@@ -124,7 +130,10 @@ def _import(
             )
         set_budget(change.connection, status, status.spent_units + cost)
         return change.append(
-            "import", budget=name, run=origin, body={**body, "cost": str(cost), "steps": steps}
+            "import",
+            budget=name,
+            run=origin,
+            body={**body, **charged, "cost": str(cost), "steps": steps},
         )
 
     record = ledger.changing(work)
@@ -190,6 +199,12 @@ def _header(line: str, path: Path) -> dict[str, Any]:
             value=header.get("version"),
             remedy="pip install --upgrade diminuendo.",
         )
+    known = {"ledger": str, "seq": int, "digest": str}
+    if any(type(header.get(name)) is not kind for name, kind in known.items()):
+        raise InputError(
+            "complete", name="the import's first line", value=", ".join(header), remedy=str(path)
+        )
+    text("the other ledger's name", header["ledger"])
     return header
 
 
@@ -198,6 +213,13 @@ def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
     runs = {run.id: run for run in ledger.runs(name)}
     found = []
     for record in ledger.records():
+        if record.kind == "import" and record.budget == name and record.body["steps"]:
+            raise InputError(
+                "granted here, all of it",
+                name=f"what was spent of {name!r}",
+                value=f"{record.body['steps']} steps that were imported",
+                remedy="Their events are in the ledger that they came from.",
+            )
         if record.kind == "grant" and record.run in runs:
             run, at = runs[record.run], int(record.body["first"])
             ended = run.status != "open"

@@ -19,13 +19,20 @@ def person() -> str:
         return "unknown"
 
 
+def here() -> dict[str, Any]:
+    """Who asks, and from which process."""
+    pid = os.getpid()
+    return {"by": person(), "host": platform.node(), "pid": pid, "born": born(pid)}
+
+
 def born(pid: int) -> str:
-    """When a process was started, as the kernel counts; empty where that cannot be read."""
+    """When a process was started, as the kernel counts; empty where it is over or unreadable."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return stat.rpartition(")")[2].split()[19]
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def alive(opened: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from diminuendo.events import GaussianStep
 START = "sha256:" + "0" * 64
 """What the first record follows."""
 
-KINDS = ("create", "open", "grant", "start", "close", "release", "import")
+KINDS = ("create", "open", "resume", "grant", "start", "close", "release", "import")
 
 
 def canonical(value: Any) -> str:

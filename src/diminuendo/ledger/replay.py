@@ -22,6 +22,7 @@ class Account:
     """A run, as the records tell it."""
 
     budget: str
+    opened: dict[str, Any]
     status: str = OPEN
     granted: int = 0
     started: int = 0
@@ -52,27 +53,31 @@ class Replay:
                 f"Record {self.seq + 1} is missing or out of place: after record {self.seq} comes "
                 f"{where}."
             )
-        body = row["body"] if isinstance(row["body"], str) else canonical(row["body"])
-        digest = digest_of(
-            row["seq"],
-            row["at"],
-            row["kind"],
-            row["budget"],
-            row["run"],
-            row["token"],
-            body,
-            row["previous"],
-        )
+        named = f"{where[0].upper()}{where[1:]}"
+        try:
+            body = row["body"] if isinstance(row["body"], str) else canonical(row["body"])
+            digest = digest_of(
+                row["seq"],
+                row["at"],
+                row["kind"],
+                row["budget"],
+                row["run"],
+                row["token"],
+                body,
+                row["previous"],
+            )
+        except (ValueError, RecursionError) as error:
+            raise LedgerError(f"{named} is no record: {type(error).__name__}.") from None
         if row["previous"] != self.digest:
             raise LedgerError(f"The chain breaks before {where}: it does not follow the last one.")
         if digest != row["digest"]:
-            raise LedgerError(f"{where.capitalize()} was changed: its digest does not match.")
+            raise LedgerError(f"{named} was changed: its digest does not match.")
         try:
             self._apply(row["kind"], row["budget"], row["run"], _parsed(row["body"]))
         except LedgerError as error:
-            raise LedgerError(f"{where.capitalize()} is wrong: {error}") from None
+            raise LedgerError(f"{named} is wrong: {error}") from None
         except (DiminuendoError, KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"{where.capitalize()} makes no sense: {error}") from None
+            raise LedgerError(f"{named} makes no sense: {error}") from None
         self.seq, self.digest = row["seq"], digest
 
     def _apply(self, kind: str, budget: str, run: str, body: Mapping[str, Any]) -> None:
@@ -83,14 +88,16 @@ class Replay:
             if budget not in self.terms:
                 self._create(budget, Terms.from_dict(body["terms"]))
             self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
+            _require(int(body["steps"]) >= 0, "its steps are negative")
             self.steps[budget] += int(body["steps"])
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
-            self.runs[run] = Account(budget)
+            self.runs[run] = Account(budget, dict(body))
         else:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
             {
+                "resume": self._resume,
                 "grant": self._grant,
                 "start": self._start,
                 "close": self._end,
@@ -107,22 +114,29 @@ class Replay:
         within = self.spent[budget] <= self.terms[budget].limit
         _require(over or within, "it goes over the budget")
 
+    def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+        del kind
+        _require(body["turn"] == account.opened["turn"] + 1, "it is out of turn")
+        account.opened.update(body)
+
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
         terms, events = self.terms[account.budget], unpack(body["events"])
         cost, steps = int(body["cost"]), sum(event.count for event in events)
-        _require(cost >= _almost(sum(terms.costs(events))), "it cost less than its events do")
+        price = sum(terms.costs(events))
+        _require(cost >= price - _slack(terms, price), "it cost less than its events do")
         _require((body["first"], body["steps"]) == (account.granted, steps), "its steps differ")
         self._spend(account.budget, cost)
         self.steps[account.budget] += steps
         account.spent += cost
         account.granted += steps
-        account.confirmed = int(body["confirmed"])
+        confirmed = int(body["confirmed"])
+        _require(account.confirmed <= confirmed <= account.started, "it confirms too much")
+        account.confirmed = confirmed
         if body["started"]:
             account.started = account.granted
         account.grants.append(body)
         account.forget()
-        _require(account.confirmed <= account.started, "it confirms what was not started")
 
     def _start(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
@@ -137,7 +151,8 @@ class Replay:
         terms = self.terms[account.budget]
         _require(account.confirmed <= used <= account.started, "it returns what was used")
         unused = sum(refund_of(terms, grant, used) for grant in account.grants)
-        _require(0 <= returned <= unused + (unused >> _SLACK), "it returns more than is unused")
+        most = min(unused + _slack(terms, unused), account.spent)
+        _require(0 <= returned <= most, "it returns more than is unused")
         account.spent -= returned
         self.spent[account.budget] -= returned
         self.steps[account.budget] -= account.granted - used
@@ -148,8 +163,8 @@ class Replay:
         account.grants = []
 
 
-def _almost(cost: int) -> int:
-    return cost - (cost >> _SLACK)
+def _slack(terms: Terms, cost: int) -> int:
+    return 0 if terms.order is None else cost >> _SLACK
 
 
 def _parsed(body: Any) -> Mapping[str, Any]:

@@ -14,17 +14,26 @@ from diminuendo.ledger.records import unpack
 from diminuendo.ledger.rows import Status
 from diminuendo.ledger.terms import Terms
 
+_MANY = 1000
+"""Events beyond which a refusal does not work out the noise that would fit."""
+
+
+class NoRoom(Exception):
+    """There is less than was asked for."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
 
 def affordable(
-    status: Status, asked: list[GaussianStep], most: bool
+    status: Status, asked: list[GaussianStep], costs: list[int], most: bool
 ) -> tuple[list[GaussianStep], int]:
-    """What can be granted and its cost; BudgetRefused where that is not enough."""
-    costs = status.terms.costs(asked)
+    """What can be granted and its cost; NoRoom where that is not enough."""
     room = status.terms.limit - status.spent_units
     if sum(costs) <= room:
         return asked, sum(costs)
     if not most:
-        raise BudgetRefused(_refusal(status, asked, sum(costs)))
+        raise NoRoom(status)
     given, spent = [], 0
     for event, cost in zip(asked, costs, strict=True):
         count = min(event.count, (room - spent) // (cost // event.count))
@@ -34,20 +43,23 @@ def affordable(
         if count < event.count:
             break
     if not given:
-        raise BudgetRefused(_refusal(status, asked[:1], costs[0]))
+        raise NoRoom(status)
     return given, spent
 
 
-def _refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
+def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
+    """What is left, what was asked for, and what would fit."""
     name, left = status.terms.name, status.left
-    share = float(Fraction(cost, status.terms.limit))
+    share = float(min(Fraction(cost, status.terms.limit), Fraction(10) ** 300))
     epsilon = 0.0 if left is None else left.epsilon
     steps = sum(event.count for event in asked)
     words = (
         f"The budget {name!r} has {max(1 - status.spent, 0):.3%} left "
         f"(ε = {math.floor(epsilon * 1e4) / 1e4:g} at δ = {status.terms.budget.delta:g}); "
-        f"asked for were {steps} steps, which cost {share:.3%} of it."
+        f"asked for were {steps} steps, which cost {_share(share)}."
     )
+    if len(asked) > _MANY:
+        return f"{words} Ledger.fitting finds the noise with which they fit."
     try:
         factor = louder_by(status, asked)
     except BudgetRefused:
@@ -56,6 +68,10 @@ def _refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
         f"{words} The same steps with every σ × {math.ceil(factor * 1e3) / 1e3:g} would fit "
         "(Ledger.fitting); or plan with what is left (Ledger.remaining)."
     )
+
+
+def _share(share: float) -> str:
+    return f"{share:.3%} of it" if share < 1e4 else f"{share:.3g} times the whole of it"
 
 
 def louder_by(status: Status, events: Sequence[GaussianStep]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
+from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.ledger import schema
@@ -67,6 +68,11 @@ class Run:
     spent_units: int
     opened: Mapping[str, Any]
 
+    @property
+    def turn(self) -> int:
+        """How often the run changed hands (`Ledger.resume_run`)."""
+        return int(self.opened["turn"])
+
 
 def same_terms(known: Terms, asked: Terms) -> None:
     for name, mine in known.to_dict().items():
@@ -90,6 +96,16 @@ def refuse_second(known: Iterable[Terms], terms: Terms, beside: bool) -> None:
             value=terms.name,
             remedy=f"These data have the budget {same[0]!r}: use it, or say that a second is "
             "meant (beside=True, --beside); what the two spend adds up.",
+        )
+
+
+def refuse_other_data(terms: Terms, data: str | None) -> None:
+    if data is not None and terms.data is not None and data != terms.data:
+        raise InputError(
+            f"the data of the budget {terms.name!r} ({terms.data})",
+            name="the data",
+            value=data,
+            remedy="Use the budget of these data, or make one.",
         )
 
 
@@ -161,7 +177,7 @@ def run_in(connection: Connection, run: str) -> Run:
     return run_of(row)
 
 
-def open_run_in(connection: Connection, run: str) -> Run:
+def open_run_in(connection: Connection, run: str, turn: int | None = None) -> Run:
     found = run_in(connection, run)
     if found.status != OPEN:
         raise InputError(
@@ -169,6 +185,13 @@ def open_run_in(connection: Connection, run: str) -> Run:
             name=f"the run {run}",
             value=found.status,
             remedy="What is over stays over; open another run.",
+        )
+    if turn is not None and turn != found.turn:
+        raise InputError(
+            "in the hands of this process",
+            name=f"the run {run}",
+            value=f"process {found.opened['pid']} on {found.opened['host']}",
+            remedy="It was taken up there; this one is over.",
         )
     return found
 
@@ -183,6 +206,7 @@ def set_run(connection: Connection, run: Run) -> None:
             started=run.started,
             confirmed=run.confirmed,
             spent=str(run.spent_units),
+            opened=canonical(run.opened),
         )
     )
 
@@ -190,6 +214,7 @@ def set_run(connection: Connection, run: Run) -> None:
 def confirmed_of(run: Run, confirmed: int | None) -> int:
     if confirmed is None:
         return run.confirmed
+    confirmed = _validate.count("confirmed", confirmed, at_least=0)
     if not run.confirmed <= confirmed <= run.started:
         raise InputError(
             f"from {run.confirmed} (confirmed before) to {run.started} (started)",

@@ -9,8 +9,11 @@ training takes.
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -61,7 +64,10 @@ class LedgerSpending(Spending):
         self._ahead = ahead if ahead == "plan" else _validate.count("ahead", ahead)
         self._block = None if block is None else _validate.count("block", block)
         self._data, self._label = data, label
-        self._first = self._granted_upto = self._started = self._unknown = 0
+        self._first = self._granted_upto = self._started = self._unknown = self._turn = 0
+        self._lock = threading.RLock()
+        self._process = 0
+        self._over = self._in_doubt = self._alone = False
         self._took, self._asked_at, self._asked_steps = 0.0, 0.0, 0
 
     @property
@@ -70,39 +76,70 @@ class LedgerSpending(Spending):
 
     def begin(self) -> None:
         """Open the run, or go on with the one of a restored state; grant the plan if asked so."""
-        if not self.run or not self._reattach():
-            digest = "" if self.plan is None else self.plan.digest
-            self.run = self.ledger.open_run(
-                self.name, label=self._label, data=self._data, plan=digest
-            ).id
-            self._first = self._granted_upto = self._started = self._unknown = self.steps
-        self._asked_at = time.monotonic()
-        if self.plan is not None and self._ahead == "plan" and self._granted_upto < self.plan.steps:
-            try:
-                self._grant(self.plan.steps - self.steps, start=False)
-            except BudgetRefused:
-                self.end("refused")
-                raise
+        self._process, self._over, self._in_doubt = os.getpid(), False, False
+        attached = bool(self.run) and self._reattach()
+        try:
+            if not attached:
+                self._open()
+            self._asked_at = time.monotonic()
+            if self.plan is not None and self._ahead == "plan":
+                self._grant(self.plan.steps, start=False)
+        except BudgetRefused:
+            self.end("refused")
+            raise
 
     def _reattach(self) -> bool:
-        """Whether the restored run is still open; what it started may have been released."""
-        run = self.ledger.run(self.run)
-        if run.status != "open":
+        """Whether the restored run is still open; what it started may have been released.
+
+        That the state was the last to have the run shows in whose turn it was: a copy of it that
+        went on elsewhere may have released what was started since.
+        """
+        before = self.ledger.run(self.run)
+        if before.budget != self.name:
+            raise InputError(
+                f"that of the run that is taken up ({before.budget})",
+                name="the budget",
+                value=self.name,
+            )
+        if before.status != "open":
             return False
+        run = self.ledger.resume_run(self.run, data=self._data)
+        self._alone, self._turn = run.turn == self._turn + 1, run.turn
         self._granted_upto, self._started = self._first + run.granted, self._first + run.started
         self._unknown = self._started
         return True
 
+    def _open(self) -> None:
+        """A new run. A restored state's steps that no earlier run has paid for are charged."""
+        paid = self._paid_before() if self.run else 0
+        digest = "" if self.plan is None else self.plan.digest
+        run = self.ledger.open_run(self.name, label=self._label, data=self._data, plan=digest)
+        self.run, self._turn, self._alone = run.id, run.turn, False
+        self._first = self._granted_upto = self._started = self._unknown = paid
+        if paid < self.steps:
+            self._charge_events(_after(self.granted, paid), start=True, most=False)
+
+    def _paid_before(self) -> int:
+        """Up to where the run that is over has paid for this state's steps and the next ones.
+
+        Where a copy of the state went on with it, the next ones were the copy's.
+        """
+        before = self.ledger.run(self.run)
+        paid = self._first + before.started
+        return paid if before.turn == self._turn else min(paid, self.steps)
+
     def fits(self, event: GaussianStep) -> bool:
-        if self._order is not None and not self._order.fits(event):
+        if self._over or (self._order is not None and not self._order.fits(event)):
             return False
-        return self.steps + event.count <= self._granted_upto or self.ledger.fits(
-            self.name, [event]
-        )
+        granted = self._order is not None and self.steps + event.count <= self._granted_upto
+        return granted or self.ledger.fits(self.name, [event])
+
+    def request(self, event: GaussianStep) -> None:
+        with self._lock:
+            super().request(event)
 
     def _charge(self, event: GaussianStep) -> None:
-        if not self.run:
-            self.begin()
+        self._check_hands()
         if self._order is not None:
             self._order.check(event)
         if self.steps < self._unknown:
@@ -112,11 +149,46 @@ class LedgerSpending(Spending):
                 value=self.steps + 1,
                 remedy="Steps up to there may have been released before the crash: skip them.",
             )
+        if self._in_doubt:
+            self._look_again()
         upto = self.steps + event.count
-        if upto > self._granted_upto:
-            self._grant_next(event)
+        if self.plan is None:
+            self._charge_events([event], start=True, most=False)
+            self._count_lost(self._granted_upto - upto)
+        elif upto > self._granted_upto:
+            self._grant_next(upto)
         elif upto > self._started:
             self._start(max(upto, min(self.steps + self._length(), self._granted_upto)))
+
+    def _check_hands(self) -> None:
+        """A run ends once, and is one process's: a fork would release the same steps again."""
+        if self._over:
+            raise InputError(
+                "open", name="the run", value="ended", remedy="What it had left was returned."
+            )
+        if not self._process:
+            self.begin()
+        if self._process != os.getpid():
+            raise InputError(
+                f"asked by the process that began it ({self._process})",
+                name="the run",
+                value=os.getpid(),
+                remedy="Begin another in this process.",
+            )
+
+    def _look_again(self) -> None:
+        """After an answer that was lost: what was granted all the same."""
+        run = self.ledger.run(self.run)
+        if run.status != "open" or run.turn != self._turn:
+            raise InputError("in our hands", name=f"the run {self.run}", value=run.status)
+        self._granted_upto, self._started = self._first + run.granted, self._first + run.started
+        self._in_doubt = False
+
+    def _count_lost(self, steps: int) -> None:
+        """Without a plan, grants whose answer was lost or not used count as taken."""
+        self._first -= steps
+        self._granted_upto -= steps
+        self._started -= steps
 
     def skip(self, event: GaussianStep) -> None:
         """Count a step that was started before a crash: it is charged, and not taken again."""
@@ -130,25 +202,28 @@ class LedgerSpending(Spending):
         if self._order is not None:
             self._order.note(event)
 
-    def _grant_next(self, event: GaussianStep) -> None:
-        if self.plan is None or event.count > 1:
-            self._charge_events([event], start=True, most=False)
+    def _grant_next(self, upto: int) -> None:
+        """At least up to there; and some ahead, as many as there is room for."""
+        if upto > self._granted_upto + 1:
+            self._grant(upto, start=True)
         else:
             ahead = self._length() if self._ahead == "plan" else int(self._ahead)
-            self._grant(ahead, start=True)
+            self._grant(self._granted_upto + ahead, start=True, most=True)
 
-    def _grant(self, steps: int, *, start: bool) -> None:
-        """The plan's next steps; without `start`, all of them or none."""
-        plan = self.plan
+    def _grant(self, upto: int, *, start: bool, most: bool = False) -> None:
+        """The plan's steps from the first that is not granted yet."""
+        plan, at = self.plan, self._granted_upto
         assert plan is not None
-        upto = min(self.steps + steps, plan.steps)
-        coming = events.from_schedule(plan.sigmas[self.steps : upto], plan.rates[self.steps : upto])
-        self._charge_events(list(coming), start=start, most=start)
+        upto = min(upto, plan.steps)
+        if at < upto:
+            coming = events.from_schedule(plan.sigmas[at:upto], plan.rates[at:upto])
+            self._charge_events(list(coming), start=start, most=most)
 
     def _charge_events(self, coming: list[GaussianStep], *, start: bool, most: bool) -> None:
-        begun = time.monotonic()
+        begun, self._in_doubt = time.monotonic(), True
+        confirmed = self._confirmed()
         grant = self.ledger.grant(
-            self.run, coming, start=start, most=most, confirmed=self._confirmed()
+            self.run, coming, start=start, most=most, confirmed=confirmed, turn=self._turn
         )
         self._granted_upto = self._first + grant.first + grant.steps
         if start:
@@ -156,8 +231,9 @@ class LedgerSpending(Spending):
         self._measure(begun)
 
     def _start(self, upto: int) -> None:
-        begun = time.monotonic()
-        self.ledger.start(self.run, upto - self._first, confirmed=self._confirmed())
+        begun, self._in_doubt = time.monotonic(), True
+        confirmed = self._confirmed()
+        self.ledger.start(self.run, upto - self._first, confirmed=confirmed, turn=self._turn)
         self._started = upto
         self._measure(begun)
 
@@ -167,7 +243,7 @@ class LedgerSpending(Spending):
 
     def _measure(self, begun: float) -> None:
         self._asked_at, self._asked_steps = time.monotonic(), self.steps
-        self._took = self._asked_at - begun
+        self._took, self._in_doubt = self._asked_at - begun, False
 
     def _length(self) -> int:
         """So many steps that asking takes a hundredth of the time that taking them does."""
@@ -181,10 +257,15 @@ class LedgerSpending(Spending):
         return min(max(wanted, 1), _LONGEST_BLOCK)
 
     def end(self, reason: str = "done") -> None:
-        """A clean end: what was granted and not asked for goes back."""
-        if self.run and self.ledger.run(self.run).status == "open":
-            used = max(self.steps, self._unknown) - self._first
-            self.ledger.close_run(self.run, used=used, reason=reason)
+        """A clean end: what was granted and not asked for goes back. A fork ends nothing."""
+        with self._lock:
+            if self._process != os.getpid() or self._over:
+                return
+            self._over = True
+            run = self.ledger.run(self.run)
+            if run.status == "open" and run.turn == self._turn:
+                used = min(max(self.steps, self._unknown), self._started) - self._first
+                self.ledger.close_run(self.run, used=used, reason=reason, turn=self._turn)
 
     def epsilon(self) -> float:
         """Of a plan's steps, their own; of steps chosen on the way, what the filter guarantees."""
@@ -193,7 +274,7 @@ class LedgerSpending(Spending):
         return self.budget.epsilon if self.steps else 0.0
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "run": self.run, "first": self._first}
+        return {**super().state(), "run": self.run, "first": self._first, "turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What a saved run had been granted. `begin` goes on with it where it is still open."""
@@ -201,10 +282,14 @@ class LedgerSpending(Spending):
             raise InputError("restored before the first request", name="spending", value=self.steps)
         for data in state["granted"]:
             self.note(events.from_dict(data))
-        self.run, self._first = str(state.get("run", "")), int(state.get("first", 0))
+        self.run = str(state.get("run", ""))
+        self._first, self._turn = int(state.get("first", 0)), int(state.get("turn", 0))
 
-    def not_released_from(self, step: int) -> None:
-        self._unknown = min(self._unknown, max(step, self.steps))
+    def not_released_from(self, step: int) -> int:
+        """Believed of a run that nobody else had since; otherwise the ledger knows better."""
+        if self._alone:
+            self._unknown = min(self._unknown, max(step, self.steps))
+        return max(self._unknown, self.steps)
 
     def cite(self) -> dict[str, Any]:
         head = self.ledger.head
@@ -228,3 +313,13 @@ class LedgerSpending(Spending):
         trace: TracebackType | None,
     ) -> None:
         self.end("done" if kind is None else kind.__name__)
+
+
+def _after(granted: Sequence[GaussianStep], step: int) -> list[GaussianStep]:
+    """What was granted from a step on."""
+    found, at = [], 0
+    for event in granted:
+        at += event.count
+        if at > step:
+            found.append(replace(event, count=min(event.count, at - step)))
+    return found

@@ -20,6 +20,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
@@ -73,7 +74,8 @@ class Store:
         self._sqlite = url.get_backend_name() == "sqlite"
         self._pid = os.getpid()
         self._engine = self._make_engine()
-        weakref.finalize(self, self._engine.dispose)
+        self._file, self._inode, self._logs = address.file_of(url), 0, False
+        weakref.finalize(self, _let_go, self._engine, self._pid)
 
     def _make_engine(self) -> Engine:
         arguments: dict[str, Any] = (
@@ -111,12 +113,13 @@ class Store:
         end = time.monotonic() + self.patience
         while True:
             try:
-                connection.execute("PRAGMA journal_mode=WAL")
+                mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()
                 break
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error) or time.monotonic() > end:
                     raise
                 time.sleep(_PAUSE)
+        self._logs = mode == ("wal",)
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA trusted_schema=OFF")
 
@@ -149,7 +152,25 @@ class Store:
         ):
             connection = bare.execution_options(diminuendo_write=write)
             with connection.begin():
+                if write:
+                    self._same_file()
                 yield connection
+
+    def _same_file(self) -> None:
+        """A file that was replaced or deleted, or lost its log, would still take writes."""
+        if self._file is None:
+            return
+        try:
+            inode = self._file.stat().st_ino
+        except OSError:
+            inode = 0
+        log = Path(os.path.realpath(self._file) + "-wal")
+        if not inode or inode != self._inode or (self._logs and not log.exists()):
+            self._engine.dispose()
+            raise LedgerError(
+                f"The ledger {self.shown} was replaced or deleted while it was in use. Nothing "
+                "was charged. Put the right file in its place and open it anew."
+            )
 
     @contextmanager
     def _not_for_ever(self, connection: Connection) -> Iterator[None]:
@@ -181,14 +202,31 @@ class Store:
 
         return self._until_answered(once)
 
-    def change(self, work: Callable[[Change], Record], *, token: str | None = None) -> Record:
-        """Run `work`, which appends one record, exactly once however often the line breaks."""
+    def change(
+        self,
+        work: Callable[[Change], Record],
+        *,
+        token: str | None = None,
+        same: Callable[[Record], bool] = lambda _: True,
+    ) -> Record:
+        """Run `work`, which appends one record, exactly once however often the line breaks.
+
+        same  whether the record that a token already names answers this request
+        """
         token = token or uuid.uuid4().hex
 
         def once() -> Record:
             with self._transaction(write=True) as connection:
                 change = Change(connection, token)
-                return find(connection, token) or work(change)
+                known = find(connection, token)
+                if known is not None and not same(known):
+                    raise InputError(
+                        "new with every request",
+                        name="token",
+                        value=token,
+                        remedy=f"It named another one, which is record {known.seq}.",
+                    )
+                return known or work(change)
 
         return self._until_answered(once)
 
@@ -197,6 +235,7 @@ class Store:
         path = address.file_of(self.url)
         if path is not None:
             address.make_file(path)
+            self._inode = path.stat().st_ino
 
         def once() -> None:
             with self._transaction(write=False) as connection:
@@ -235,7 +274,12 @@ class Store:
         )
 
     def close(self) -> None:
-        self._engine.dispose()
+        _let_go(self._engine, self._pid)
+
+
+def _let_go(engine: Engine, pid: int) -> None:
+    """Close the connections; a forked child leaves its parent's alone."""
+    engine.dispose(close=pid == os.getpid())
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -83,33 +83,48 @@ class Terms:
         """
         if spent == 0:
             return self.budget
-        room = max(self.limit - spent, 0)
+        room = Fraction(max(self.limit - spent, 0), UNIT)
         try:
             if self.order is None:
-                mu = math.sqrt(Fraction(room, UNIT)) * (1 - 1e-12)
-                R = (mu / self.budget.sensitivity) ** 2
-                epsilon = self.budget.epsilon_of(R)
-            else:
-                offset = renyi.offset(self.order, self.budget.delta)
-                epsilon = (float(Fraction(room, UNIT)) + offset) * (1 - 1e-12) if room else 0.0
-            return Budget(
-                epsilon=epsilon,
-                delta=self.budget.delta,
-                relation=self.budget.relation,
-                conversion=self.budget.conversion,
-            )
+                return self._gaussian_left(room)
+            return self._renyi_left(room, self.order)
         except InputError:
             return None
 
+    def _gaussian_left(self, room: Fraction) -> Budget:
+        """As much of the room as a budget can say: its μ², from ε again, must not be more."""
+        kept = 1.0
+        while True:
+            mu = math.sqrt(room) * (1 - 1e-12) * kept
+            epsilon = self.budget.epsilon_of((mu / self.budget.sensitivity) ** 2)
+            left = self._of(epsilon)
+            if Fraction(left.mu * (1 + 1e-12)) ** 2 <= room:
+                return left
+            kept -= max(2 * (1 - kept), 1e-10)
+
+    def _renyi_left(self, room: Fraction, order: int) -> Budget:
+        offset = renyi.offset(order, self.budget.delta)
+        return self._of((float(room) + offset) * (1 - 1e-12) if room else 0.0)
+
+    def _of(self, epsilon: float) -> Budget:
+        return replace(self.budget, epsilon=epsilon)
+
     def epsilon_spent(self, spent: int) -> float:
-        """A certified ε of everything charged so far, at the budget's δ and relation."""
+        """A certified ε of everything charged so far, at the budget's δ and relation.
+
+        Within the limit it is at most the budget's: that is what the filter guarantees.
+        """
         if spent <= 0:
             return 0.0
         if self.order is None:
             R = float(np.nextafter(float(Fraction(spent, UNIT)), math.inf))
-            return self.budget.epsilon_of(R / self.budget.sensitivity**2 * (1 + 1e-12))
-        offset = renyi.offset(self.order, self.budget.delta)
-        return max(float(Fraction(spent, UNIT)) * (1 + 1e-12) + offset, 0.0)
+            epsilon = self.budget.epsilon_of(R / self.budget.sensitivity**2 * (1 + 1e-12))
+        else:
+            offset = renyi.offset(self.order, self.budget.delta)
+            divergence = float(Fraction(spent, UNIT))
+            margin = 1e-12 * divergence + 1e-14 * (1 + abs(offset))
+            epsilon = max(divergence + offset + margin, 0.0)
+        return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from diminuendo.errors import LedgerError
 from diminuendo.ledger import schema
@@ -39,9 +39,10 @@ def verify(
     cited  heads that reports quote: each must be in the chain, or the end was cut off or rewritten
     """
 
-    head, budgets, runs = ledger.reading(
+    head, stored, budgets, runs = ledger.reading(
         lambda connection: (
             connection.execute(select(schema.head)).one(),
+            connection.execute(select(func.count()).select_from(schema.records)).scalar_one(),
             connection.execute(select(schema.budgets)).all(),
             connection.execute(select(schema.runs)).all(),
         )
@@ -56,6 +57,8 @@ def verify(
             f"The head says {head.seq} records and the last of them {head.digest}; there are "
             f"{replay.seq}, the last {replay.digest}: the end was cut off or added to."
         )
+    if stored != head.seq:
+        raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
     if missing:
         raise LedgerError(
             f"The cited head {min(missing)} is not in the chain: the ledger was cut off or "
@@ -83,11 +86,12 @@ def _compare_budgets(rows: Iterable[Any], replay: Replay) -> None:
 
 def _compare_runs(rows: Iterable[Any], replay: Replay) -> None:
     table = {
-        row.id: (row.budget, row.status, row.granted, row.started, row.confirmed, int(row.spent))
+        row.id: (row.budget, row.status, row.granted, row.started, row.confirmed, int(row.spent),
+                 json.loads(row.opened))
         for row in rows
-    }
+    }  # fmt: skip
     told = {
-        run: (a.budget, a.status, a.granted, a.started, a.confirmed, a.spent)
+        run: (a.budget, a.status, a.granted, a.started, a.confirmed, a.spent, a.opened)
         for run, a in replay.runs.items()
     }
     _compare("run", table, told)

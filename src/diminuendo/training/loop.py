@@ -64,6 +64,7 @@ def fit(
     spending: Spending | None = None,
     ledger: str | None = None,
     budget: str | None = None,
+    source: Any = None,
     policy: Policy | None = None,
     micro_batch: int | None = None,
     seed: int | None = None,
@@ -80,6 +81,7 @@ def fit(
     loss          gives one loss per example: reduction="none"
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
     ledger        URL of a ledger, and `budget` the name of the budget there that pays
+    source        the files that the budget's data are known by, where that is not `data`
     policy        picks σ by what it is shown and nothing else, or it cannot be resumed exactly
     folder        where checkpoints go, and where an interrupted run is taken up again
     device        where to train; the model is moved there
@@ -95,7 +97,7 @@ def fit(
                 value=seed,
                 remedy="A seeded run is not private: no budget can pay for it.",
             )
-        spending = _from_ledger(ledger, budget, plan, policy, spending, data, progress)
+        spending = _from_ledger(ledger, budget, plan, policy, spending, source or data, progress)
     if device is not None:
         _move(model, device)
     private = PrivateGradients(
@@ -227,11 +229,12 @@ class _Run:
             private.step, self.lost = state["step"], state["lost"]
             private.released = tuple(state["released"])
         self._begin()
-        private.spending.not_released_from(journal.upto if private.private else private.step)
+        known = journal.upto if private.private else private.step
+        go_on = private.group.agree(lambda: private.spending.not_released_from(known))
         if private.private:
             before = private.step
             if private.policy is None:
-                lost = slice(before, journal.upto)
+                lost = slice(before, go_on)
                 schedule = zip(private.plan.sigmas[lost], private.plan.rates[lost], strict=True)
                 skipped = [GaussianStep(noise_multiplier=s, sampling_rate=p) for s, p in schedule]
             else:

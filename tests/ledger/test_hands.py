@@ -1,0 +1,313 @@
+"""One charge, one release: runs that end, fork, are copied, come back, or lose an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ledgers import in_child, step
+from test_training import BUDGET, STEPS, plan, train
+
+from diminuendo import BudgetRefused, InputError, Ledger
+from diminuendo.ledger import LedgerSpending, verify
+from diminuendo.planning import Plan
+from diminuendo.spending import PlanSpending
+from diminuendo.training import PrivateGradients
+
+FADING = [20.0, 20.0, 20.0, 20.0, 5.0, 5.0]
+
+
+@pytest.fixture
+def b(ledger: Ledger) -> Ledger:
+    ledger.create("b", BUDGET)
+    return ledger
+
+
+def cost(ledger: Ledger, sigmas: list[float]) -> int:
+    return sum(ledger.status("b").terms.costs([step(sigma) for sigma in sigmas]))
+
+
+def spent(ledger: Ledger) -> int:
+    return ledger.status("b").spent_units
+
+
+def made(sigmas: list[float] = FADING) -> Plan:
+    return replace(plan(steps=len(sigmas)), sigmas=np.array(sigmas))
+
+
+def take(spending: LedgerSpending, sigmas: list[float]) -> None:
+    for sigma in sigmas:
+        spending.request(step(sigma))
+
+
+def test_nothing_is_released_after_the_end(b: Ledger) -> None:
+    with LedgerSpending(b, "b", made(), block=4) as spending:
+        take(spending, FADING[:2])
+    assert not spending.fits(step(20.0))
+    with pytest.raises(InputError, match="ended"):
+        spending.request(step(20.0))
+    assert spent(b) == cost(b, FADING[:2])
+    spending.begin()
+    take(spending, FADING[2:])
+    spending.end()
+    assert spent(b) == cost(b, FADING)
+
+
+def test_a_fork_neither_spends_nor_ends_its_parents_run(b: Ledger) -> None:
+    def child() -> None:
+        with pytest.raises(InputError, match="process that began it"):
+            spending.request(step(20.0))
+        spending.end()
+
+    with LedgerSpending(b, "b", made(), block=4) as spending:
+        take(spending, FADING[:2])
+        assert os.waitpid(in_child(child), 0)[1] == 0
+        assert b.run(spending.run).status == "open"
+        take(spending, FADING[2:])
+    assert spent(b) == cost(b, FADING)
+
+
+def test_several_steps_at_once_are_charged_at_their_own_price(b: Ledger) -> None:
+    with LedgerSpending(b, "b", made(), ahead=2) as spending:
+        spending.request(step(20.0))
+        spending.request(step(20.0, count=3))
+        take(spending, FADING[4:])
+    assert spent(b) == cost(b, FADING)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_answer_is_never_a_free_step(
+    b: Ledger, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    spending = LedgerSpending(b, "b")
+    spending.request(step(50.0))
+    if when == "before":
+        grant = b.grant
+        monkeypatch.setattr(b, "grant", lambda *a, **k: (grant(*a, **k), 1 / 0))
+    else:
+        monkeypatch.setattr(spending, "note", lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        spending.request(step(50.0))
+    monkeypatch.undo()
+    take(spending, [50.0, 5.0])
+    spending.end()
+    assert spent(b) == cost(b, [50.0, 50.0, 50.0, 5.0])
+    verify(b)
+
+
+def test_a_lost_start_is_looked_up(b: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    spending = LedgerSpending(b, "b", made(), block=3)
+    start = b.start
+    monkeypatch.setattr(b, "start", lambda *a, **k: (start(*a, **k), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        spending.request(step(20.0))
+    monkeypatch.undo()
+    spending._block = 1
+    take(spending, FADING)
+    spending.end()
+    assert spent(b) == cost(b, FADING)
+
+
+def test_threads_share_a_plan_step_by_step(b: Ledger) -> None:
+    sigmas = [100.0] * 200
+    got: list[int] = []
+    with LedgerSpending(b, "b", made(sigmas), block=50) as spending:
+
+        def work() -> None:
+            try:
+                while True:
+                    spending.request(step(100.0))
+                    got.append(1)
+            except BudgetRefused:
+                pass
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(got) == 200
+    assert spent(b) == cost(b, sigmas)
+
+
+def crashed(b: Ledger, steps: int, **options: Any) -> tuple[dict[str, Any], str]:
+    """The state that a process left behind that died after so many steps."""
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        spending = LedgerSpending(b, "b", made(), block=4, **options)
+        take(spending, FADING[:steps])
+        os.write(writer, json.dumps(spending.state()).encode())
+
+    os.waitpid(in_child(work), 0)
+    state = json.loads(os.read(reader, 10_000))
+    os.close(reader)
+    os.close(writer)
+    return state, state["run"]
+
+
+def taken_up(b: Ledger, state: dict[str, Any], **options: Any) -> LedgerSpending:
+    spending = LedgerSpending(b, "b", made(), block=4, **options)
+    spending.restore(state)
+    spending.begin()
+    return spending
+
+
+def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
+    state, run = crashed(b, 2)
+    one = taken_up(b, state)
+    assert one.not_released_from(2) == 2
+    take(one, FADING[2:3])
+    two = taken_up(b, state)
+    assert two.not_released_from(2) == 4, "what the first copy started may be out"
+    with pytest.raises(InputError, match="skip them"):
+        two.request(step(20.0))
+    take(one, FADING[3:4])
+    with pytest.raises(InputError, match="in the hands"):
+        one.request(step(5.0))
+    one.end()
+    assert b.run(run).status == "open"
+    for sigma in FADING[2:4]:
+        two.skip(step(sigma))
+    take(two, FADING[4:])
+    two.end()
+    assert spent(b) == cost(b, FADING)
+    verify(b)
+
+
+def test_who_lives_keeps_its_run(b: Ledger) -> None:
+    state, run = crashed(b, 2)
+    taken_up(b, state)
+    assert b.run(run).opened["pid"] == os.getpid(), "who has it now is who counts"
+    with pytest.raises(InputError, match="alive on this machine"):
+        b.release(run)
+
+    def child() -> None:
+        with pytest.raises(InputError, match="alive on this machine"):
+            b.resume_run(run)
+
+    assert os.waitpid(in_child(child), 0)[1] == 0
+
+
+def test_a_zombie_is_dead(b: Ledger) -> None:
+    def work() -> None:
+        b.open_run("b")
+
+    child = in_child(work)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    b.release(b.runs("b")[0].id)
+    os.waitpid(child, 0)
+
+
+def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
+    state, run = crashed(b, 2)
+    b.release(run)
+    spending = taken_up(b, state)
+    assert spending.run != run
+    assert spending.not_released_from(3) == 4, "started in the first run, and paid there"
+    for sigma in FADING[2:4]:
+        spending.skip(step(sigma))
+    take(spending, FADING[4:])
+    spending.end()
+    assert spent(b) == cost(b, FADING)
+    verify(b)
+
+
+def test_a_state_that_holds_what_was_given_back_pays_again(b: Ledger) -> None:
+    state, run = crashed(b, 3)
+    b.release(run, unreleased=True)
+    assert spent(b) == 0
+    spending = taken_up(b, state)
+    assert spent(b) == cost(b, FADING)
+    take(spending, FADING[3:])
+    spending.end()
+    assert spent(b) == cost(b, FADING)
+
+
+def test_a_state_from_elsewhere(b: Ledger) -> None:
+    own = PlanSpending(made())
+    for sigma in FADING[:3]:
+        own.request(step(sigma))
+    spending = taken_up(b, own.state(), ahead=2)
+    assert spent(b) == cost(b, FADING[:3])
+    spending.end()
+    with pytest.raises(InputError, match="the ledger that pays"):
+        PlanSpending(made()).restore(spending.state())
+    b.create("other", BUDGET)
+    other = LedgerSpending(b, "other", made())
+    other.restore(spending.state())
+    with pytest.raises(InputError, match="the run that is taken up"):
+        other.begin()
+
+
+def test_resumed_with_the_whole_plan_ahead(b: Ledger) -> None:
+    state, _ = crashed(b, 1, ahead=3)
+    spending = taken_up(b, state, ahead="plan")
+    assert spending.not_released_from(1) == 1
+    take(spending, FADING[1:])
+    spending.end()
+    assert spent(b) == cost(b, FADING)
+
+
+def test_an_error_and_then_the_rest_of_the_plan(b: Ledger, url: str, tmp_path: Path) -> None:
+    """The plan uses the whole budget: nothing may be charged twice."""
+
+    def fail(at: int) -> Any:
+        def after(step: int, private: PrivateGradients) -> None:
+            del private
+            taken.append(step)
+            if step == at:
+                raise RuntimeError("no more")
+
+        return after
+
+    taken: list[int] = []
+    folder = {"folder": tmp_path / "run", "checkpoint_every": 5}
+    with pytest.raises(RuntimeError):
+        train(url, plan(), after_step=fail(7), **folder)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert taken == list(range(1, 8))
+    result = train(url, plan(), after_step=fail(-1), **folder)
+    assert (result.status, taken) == ("done", list(range(1, STEPS + 1)))
+    assert [run.status for run in b.runs("b")] == ["closed"] * 2
+    with pytest.raises(BudgetRefused):
+        train(url, plan(), **{**folder, "folder": tmp_path / "copy"})
+    with pytest.raises(InputError, match="the ledger that pays"):
+        train_alone(folder)
+    verify(b)
+
+
+def train_alone(folder: dict[str, Any]) -> None:
+    from test_training import data
+    from torch import nn
+
+    from diminuendo.training import fit
+
+    loss = nn.CrossEntropyLoss(reduction="none")
+    fit(nn.Linear(4, 3), data(), plan(), loss=loss, lr=0.5, progress=False, **folder)
+
+
+def test_a_token_answers_one_request(b: Ledger) -> None:
+    one, two = b.open_run("b"), b.open_run("b")
+    b.grant(one.id, [step(20.0)], token="step-1")
+    before = b.head
+    for again in (
+        lambda: b.grant(two.id, [step(20.0)], token="step-1"),
+        lambda: b.grant(one.id, [step(19.0)], token="step-1"),
+        lambda: b.grant(one.id, [step(20.0)], token="step-1", start=False),
+        lambda: b.start(one.id, 1, token="step-1"),
+        lambda: b.open_run("b", token="step-1"),
+        lambda: b.close_run(one.id, used=1, token="step-1"),
+    ):
+        with pytest.raises(InputError, match="token"):
+            again()
+    assert b.head == before
+    part = b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most")
+    assert b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most") == part
