@@ -52,8 +52,8 @@ class Trained:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=12)
     given = parser.parse_args()
     warnings.simplefilter("ignore", dim.PlanWarning)
     begun = time.monotonic()

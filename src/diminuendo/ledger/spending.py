@@ -2,8 +2,8 @@
 
 A plan's steps are granted all at once, or so many ahead; step by step where there is no plan. In
 both, steps are *started* in blocks, on disk before any of them is released: after a crash that is
-what may have been seen. A block is as long as keeps the ledger below a hundredth of the time that
-training takes.
+what may have been seen. A block is as long as keeps the ledger near a two-hundredth of the time
+that training takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diminuendo.ledger.book import Ledger
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 
-_SHARE = 0.01
+_SHARE = 0.005
 _LONGEST_BLOCK = 4096
 
 
@@ -246,7 +246,7 @@ class LedgerSpending(Spending):
         self._took, self._in_doubt = self._asked_at - begun, False
 
     def _length(self) -> int:
-        """So many steps that asking takes a hundredth of the time that taking them does."""
+        """So many steps that asking takes a two-hundredth of the time that taking them does."""
         if self._block is not None:
             return self._block
         taken = self.steps - self._asked_steps
