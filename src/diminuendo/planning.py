@@ -486,9 +486,9 @@ def _warn(result: Plan, best: int) -> None:
         )
     if result.erub >= 1:
         warnings.warn(
-            f"ERUB = {result.erub:.3g} is not below 1: the worst-case bound says nothing here and "
-            "cannot choose the number of steps; give steps= (the paper's runs took 50 to 150). The "
-            "privacy claim and the shape of the schedule do not depend on it.",
+            f"ERUB = {result.erub:.3g} is not below 1: the worst-case bound says nothing here, nor "
+            "about the number of steps, which is for you to give (the paper's runs took 50 to "
+            "150). The privacy claim and the shape of the schedule do not depend on it.",
             PlanWarning,
             stacklevel=3,
         )

@@ -106,3 +106,21 @@ def test_folders_that_are_no_runs(place: Path, capsys: Capture) -> None:
     (place / "run" / "result.json").write_text("{}")
     assert main(["report", "run"]) == 2
     assert "a result with" in capsys.readouterr().err
+
+
+def test_paths_are_the_run_files_and_a_finished_run_stays_the_same_run(
+    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train() == 0
+    first = json.loads((place / "run" / "result.json").read_text())
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    assert main(["train", "../run.toml", "--json"]) == 0
+    again = json.loads((place / "run" / "result.json").read_text())
+    assert "nothing was trained now" in again["reason"]
+    assert again["ledger"]["run"] == first["ledger"]["run"]
+    assert list((place / "elsewhere").iterdir()) == []
+    monkeypatch.delenv("DIMINUENDO_LEDGER", raising=False)
+    capsys.readouterr()
+    assert main(["report", "../run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"]

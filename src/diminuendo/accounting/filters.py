@@ -130,7 +130,8 @@ class GaussianFilter(_Filter):
                     "1 for the Gaussian filter",
                     name="sampling_rate",
                     value=step.sampling_rate,
-                    remedy="Use a RenyiFilter for subsampled steps.",
+                    remedy="Subsampled steps need a RenyiFilter; in a ledger, a budget with "
+                    'composition="renyi".',
                 )
             over, under = step.noise_multiplier.as_integer_ratio()
             found.append(step.count * -(-scale * under**2 // over**2))

@@ -4,6 +4,11 @@ Tuning is spending: a grid search fits once for each candidate and fold, and onc
 With `ledger` and `budget` each of those fits is charged, whether or not its model wins; a fit that
 does not fit in is refused. Without a ledger each fit is private to its own (ε, δ), and what several
 of them cost together is for the caller to add up.
+
+Not covered, and charged to nobody: a search's scores. They are computed without noise on held-out
+rows, which are private too, and so is the choice that they make. Score on public data (`cv` with a
+predefined split of it), or charge the scores yourself (`diminuendo.experiments.charged`). The data
+are not compared with the budget's: a fold is a part of them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def report(
     """
     with working("checking"):
         read = Folder.read(folder)
-        ledger = Ledger(url) if read.run.get("ledger") else None
+        cited = read.run.get("ledger")
+        ledger = Ledger(url or cited["address"]) if cited else None
         checks = read.checks(ledger)
     target = output or folder / "report.html"
     html.write_page(target, run_report.document(read.plan, read.run, checks, drawn(read.plan)))

@@ -142,8 +142,8 @@ def train(
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),
-                ledger=_ledger(settings).get("url"),
-                budget=_ledger(settings).get("budget"),
+                ledger=_ledger(settings, here).get("url"),
+                budget=_ledger(settings, here).get("budget"),
                 source=_source(settings, here),
                 folder=output / "checkpoint",
                 checkpoint_every=training.get("checkpoint_every", 50),
@@ -355,8 +355,11 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
         ) from None
 
 
-def _ledger(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    section: Mapping[str, str] = settings.get("ledger", {})
+def _ledger(settings: Mapping[str, Any], folder: Path) -> Mapping[str, str]:
+    """Who pays; a path is relative to the run file, as all paths in it are."""
+    section: dict[str, str] = dict(settings.get("ledger", {}))
+    if "://" not in section.get("url", "://"):
+        section["url"] = str(folder / Path(section["url"]).expanduser())
     if "ledger" in settings and "budget" not in section:
         raise InputError(
             "there", name="ledger.budget", value=None, remedy="Which of the ledger's budgets pays?"
@@ -370,7 +373,7 @@ def _source(settings: Mapping[str, Any], folder: Path) -> Path | None:
         return None
     from diminuendo.ledger import Ledger, identify
 
-    path, section = folder / str(settings["data"]["path"]), _ledger(settings)
+    path, section = folder / str(settings["data"]["path"]), _ledger(settings, folder)
     known = Ledger(section.get("url")).status(section["budget"]).terms.data
     return path if known is not None and identify(path) == known else None
 

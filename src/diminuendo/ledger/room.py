@@ -64,9 +64,12 @@ def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
         factor = louder_by(status, asked)
     except BudgetRefused:
         return f"{words} Nothing is left to plan with."
+    words += f" The same steps with every σ × {math.ceil(factor * 1e3) / 1e3:g} would fit"
+    if status.terms.order is not None:
+        return f"{words} (Ledger.fitting)."
     return (
-        f"{words} The same steps with every σ × {math.ceil(factor * 1e3) / 1e3:g} would fit "
-        "(Ledger.fitting); or plan with what is left (Ledger.remaining)."
+        f"{words} (Ledger.fitting); or plan with what is left (Ledger.remaining, or diminuendo "
+        f"plan --epsilon {math.floor(epsilon * 1e4) / 1e4:g})."
     )
 
 

@@ -16,6 +16,7 @@ from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.ledger import schema
+from diminuendo.ledger.address import shown
 from diminuendo.ledger.records import Record, canonical
 from diminuendo.ledger.store import record_of
 from diminuendo.ledger.terms import Terms, text
@@ -140,7 +141,8 @@ def budget_in(connection: Connection, name: str) -> Status:
             f"one of the ledger's ({known})",
             name="the budget",
             value=name,
-            remedy="`diminuendo ledger create` makes one.",
+            remedy=f"Is {shown(connection.engine.url)} the ledger you mean? `diminuendo ledger "
+            "create` makes a budget.",
         )
     return status_of(row)
 

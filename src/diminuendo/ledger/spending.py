@@ -77,6 +77,10 @@ class LedgerSpending(Spending):
     def begin(self) -> None:
         """Open the run, or go on with the one of a restored state; grant the plan if asked so."""
         self._process, self._over, self._in_doubt = os.getpid(), False, False
+        if self.run and self.plan is not None and self.steps == self.plan.steps:
+            self._over = self.ledger.run(self.run).status != "open"
+            if self._over:
+                return
         attached = bool(self.run) and self._reattach()
         try:
             if not attached:

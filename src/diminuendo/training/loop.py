@@ -276,6 +276,8 @@ class _Run:
         private = self.private
         status: Status = "done"
         reason = "every step of the plan was taken"
+        if private.policy is None and private.step >= private.plan.steps:
+            reason += " before; nothing was trained now (another run needs another folder)"
         batches = _Batches(private, loss, workers)
         seen: float | None = None
         with _stop_signals() as stopped, bar(progress, private) as advance:
@@ -422,7 +424,8 @@ class _Batches:
                 "the same for an example alone and beside another",
                 name="the loss",
                 value="a loss that differs",
-                remedy="The model or the loss mixes examples (by a mean over the batch, say), so "
+                remedy="The model or the loss mixes examples (by a mean over the batch, say: a "
+                'loss needs reduction="none"), so '
                 "that clipping would not bound what one of them adds.",
             )
 
