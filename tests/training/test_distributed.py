@@ -43,7 +43,8 @@ for rate in map(float, rates.split()):
     runs.append((final, result.status, result.steps, result.epsilon))
 torch.save(runs, f"{{out}}/{{rank}}.pt")
 if "RANK" in os.environ:
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # threads of the backend may abort while the interpreter goes down
 """
 
 
