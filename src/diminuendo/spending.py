@@ -201,7 +201,7 @@ def from_ledger(
     """A ledger's budget behind this seam; `data` is checked to be the budget's."""
     from diminuendo.ledger import Ledger, LedgerSpending, identify
 
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     known = data is not None and ledger.status(name).terms.data is not None
     identity = identify(data, progress=progress) if known else None
     return LedgerSpending(ledger, name, plan, data=identity)

@@ -70,6 +70,12 @@ def test_tables_for_people(capsys: Capture) -> None:
     assert "head: sha256:" in out
 
 
+def test_a_mistyped_path_does_not_become_a_ledger(tmp_path: Path, capsys: Capture) -> None:
+    for words in (["list"], ["show", "p"], ["verify"], ["charge", "p", "--sigma", "9"]):
+        assert "to be there" in ask(capsys, *words, "--ledger", "typo.sqlite", code=2)
+    assert not (tmp_path / "typo.sqlite").exists()
+
+
 def test_refusals_and_bad_input(capsys: Capture) -> None:
     ask(capsys, "create", "p", "--epsilon", "4", "--delta", "1e-8")
     words = ask(capsys, "charge", "p", "--sigma", "1", code=3)

@@ -84,6 +84,7 @@ def test_a_run_on_a_ledger_and_its_report(place: Path, capsys: Capture) -> None:
         ("events.json", '"count": 1}]', '"count": 2}]', "as many steps"),
         ("result.json", '"epsilon": 3.9', '"epsilon": 0.9', "ε covers"),
         ("result.json", '"head": "sha256:', '"head": "sha256:0', "cited head"),
+        ("result.json", '"runs": [', '"runs": [], "before": [', "are on record"),
         ("result.json", '"plan": "sha256:', '"plan": "sha256:0', "the plan is"),
     ],
 )

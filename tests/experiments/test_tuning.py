@@ -150,6 +150,7 @@ def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
         ({"minimise": "regret"}, "minimise"),
         ({"trials": 0}, "trials"),
         ({"storage": "nonsense://x"}, "storage"),
+        ({"storage": "postgresql://me:secret@nowhere.invalid/x"}, r"//\*\*\*@nowhere"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], told: str) -> None:

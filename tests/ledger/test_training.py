@@ -69,10 +69,28 @@ def test_the_next_model_gets_what_is_left(ledger: Ledger, url: str) -> None:
     assert (first.status, first.steps) == ("interrupted", 10)
     second = train(url, plan(ledger.remaining("b")))
     assert second.status == "done"
+    assert second.ledger["runs"] == [second.ledger["run"]] != first.ledger["runs"]
     assert 1 - 1e-6 < ledger.status("b").spent <= 1
     both = [*first.events, *second.events]
     sigmas = [event.noise_multiplier for event in both for _ in range(event.count)]
     assert dim.epsilon(sigmas, 1e-5) <= 4
+
+
+def test_an_interrupted_run_goes_on_in_another_and_cites_both(
+    ledger: Ledger, url: str, tmp_path: Path
+) -> None:
+    ledger.create("b", BUDGET)
+
+    def stop(step: int, private: PrivateGradients) -> None:
+        del private
+        if step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(url, plan(), folder=tmp_path / "run", after_step=stop)
+    result = train(url, plan(), folder=tmp_path / "run")
+    assert (result.status, result.steps) == ("done", STEPS)
+    assert result.ledger["runs"] == [run.id for run in ledger.runs("b")]
+    assert [run.started for run in ledger.runs("b")] == [10, STEPS - 10]
 
 
 def test_refused(ledger: Ledger, url: str, tmp_path: Path) -> None:

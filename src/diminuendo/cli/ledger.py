@@ -174,7 +174,7 @@ def list_budgets(url: Url = None, as_json: AsJson = False) -> None:
 
     Example: diminuendo ledger list
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     found = ledger.budgets()
     if as_json:
         print_json(
@@ -190,7 +190,7 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 
     Example: diminuendo ledger show patients
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     status, runs, head = ledger.status(name), ledger.runs(name), ledger.head
     facts = [_run_facts(run, status) for run in runs]
     if as_json:
@@ -231,7 +231,7 @@ def charge(
 
     Example: diminuendo ledger charge patients --sigma 20 --steps 10 --label "summary statistics"
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     event = GaussianStep(noise_multiplier=sigma, sampling_rate=sampling_rate, count=steps)
     run = ledger.charge(name, [event], label=label)
     status = ledger.status(name)
@@ -259,7 +259,7 @@ def release(
 
     Example: diminuendo ledger release 1f0c2a7d9b3e4f56
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     before = ledger.run(run)
     if not yes:
         typer.echo(f"This assumes that {assumption(before, unreleased)}.", err=True)
@@ -286,7 +286,7 @@ def verify(
 
     Example: diminuendo ledger verify --cited sha256:…
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     with _watching("verifying") as progress:
         found = ledgers.verify(ledger, cited=cited or (), progress=progress)
     if as_json:
@@ -314,7 +314,7 @@ def export(
 
     Example: diminuendo ledger export -o ledger.jsonl
     """
-    ledger = Ledger(url)
+    ledger = Ledger(url, create=False)
     _validate.choice("--format", kind, ("jsonl", "dp-accounting"))
     with _watching("exporting") as progress:
         if kind == "jsonl":

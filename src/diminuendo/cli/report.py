@@ -40,7 +40,7 @@ def report(
     with working("checking"):
         read = Folder.read(folder)
         cited = read.run.get("ledger")
-        ledger = Ledger(url or cited["address"]) if cited else None
+        ledger = Ledger(url or cited["address"], create=False) if cited else None
         checks = read.checks(ledger)
     target = output or folder / "report.html"
     html.write_page(target, run_report.document(read.plan, read.run, checks, drawn(read.plan)))

@@ -239,14 +239,21 @@ def _plain_errors() -> Iterator[None]:
     except DiminuendoError:
         raise
     except Exception as error:
-        raise _failed("the run", "model, data and loss", error) from error
+        raise InputError(
+            "made for each other",
+            name="the model, the data and the loss",
+            value=type(error).__name__,
+            remedy=f"({_first_line(error)})",
+        ) from error
 
 
 def _failed(what: str, value: object, error: Exception) -> InputError:
-    said = str(error).strip().split("\n")[0]
-    return InputError(
-        "free of errors", name=what, value=value, remedy=f"({type(error).__name__}: {said})"
-    )
+    said = f"({type(error).__name__}: {_first_line(error)})"
+    return InputError("free of errors", name=what, value=value, remedy=said)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _find(path: Any, name: str) -> Callable[..., Any]:
@@ -374,7 +381,7 @@ def _source(settings: Mapping[str, Any], folder: Path) -> Path | None:
     from diminuendo.ledger import Ledger, identify
 
     path, section = folder / str(settings["data"]["path"]), _ledger(settings, folder)
-    known = Ledger(section.get("url")).status(section["budget"]).terms.data
+    known = Ledger(section.get("url"), create=False).status(section["budget"]).terms.data
     return path if known is not None and identify(path) == known else None
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from diminuendo import _validate
@@ -110,16 +111,7 @@ def tune_on_private(
             trial = search.study.ask()
             candidate = search.candidate(trial)
             plan = make_plan(candidate, part, examples, parameters)
-            trained = model().to(device)
-            fit(
-                trained,
-                (x, y),
-                plan,
-                loss=lambda out, target: F.cross_entropy(out, target, reduction="none"),
-                lr=candidate.lr,
-                device=device,
-                progress=False,
-            )
+            trained = trained_by(plan, candidate.lr, model, data, device)
             search.study.tell(trial, 1 - noisy_right(trained, x, y, noise) / examples)
             advance(1)
     done = search.trials()
@@ -149,6 +141,23 @@ def _within(budget: Budget, total: float) -> float:
     if epsilon > budget.epsilon:
         raise BudgetRefused(f"Everything together costs ε = {epsilon!r} of {budget.epsilon!r}.")
     return epsilon
+
+
+def trained_by(
+    plan: Plan, lr: float, model: Model, data: Labelled, device: torch.device | str | None
+) -> nn.Module:
+    """A new model, trained privately by the plan."""
+    made = model().to(device)
+    fit(
+        made,
+        data,
+        plan,
+        loss=lambda out, target: F.cross_entropy(out, target, reduction="none"),
+        lr=lr,
+        device=device,
+        progress=False,
+    )
+    return made
 
 
 @torch.no_grad()

@@ -25,17 +25,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from diminuendo import _validate
 from diminuendo.budget import SENSITIVITY, Budget, Relation, delta_of
 from diminuendo.errors import InputError
 from diminuendo.experiments.auxiliary import Labelled
-from diminuendo.experiments.charged import noisy_right
+from diminuendo.experiments.charged import noisy_right, trained_by
 from diminuendo.experiments.repeats import Model
 from diminuendo.experiments.tuning import LOGARITHMIC, Candidate, Space, make_plan
 from diminuendo.planning import Plan
-from diminuendo.training.loop import fit
 
 _ORDERS: list[float] = [*(1 + np.geomspace(0.05, 10, 80)), *np.geomspace(11.5, 1000, 60)]
 _UP = 1 + 1e-9
@@ -143,16 +141,7 @@ def select_on_private(
     for _ in range(int(chance.poisson(mean_trials))):
         candidate = drawn(family, space, chance)
         plan = make_plan(candidate, part, len(x), parameters)
-        trained = model().to(device)
-        fit(
-            trained,
-            (x, y),
-            plan,
-            loss=lambda out, target: F.cross_entropy(out, target, reduction="none"),
-            lr=candidate.lr,
-            device=device,
-            progress=False,
-        )
+        trained = trained_by(plan, candidate.lr, model, data, device)
         score = noisy_right(trained, x, y, noise) / len(x)
         if best.score is None or score > best.score:
             best = Selected(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -403,8 +404,8 @@ def _study(name: str, storage: str | None, seed: int) -> optuna.Study:
         raise InputError(
             "a database URL that can be reached, or a file ending in .journal",
             name="storage",
-            value=storage,
-            remedy=f"({type(error).__name__}: {error})",
+            value=re.sub(r"//[^/]*@", "//***@", storage.split("?")[0]),
+            remedy=f"({type(error).__name__})",
         ) from None
 
 

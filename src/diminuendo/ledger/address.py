@@ -83,6 +83,19 @@ def file_of(url: URL) -> Path | None:
     return Path(str(url.database)).absolute()
 
 
+def refuse_absent(url: URL) -> None:
+    """A mistyped path should not become a second, empty ledger."""
+    path = file_of(url)
+    if path is not None and not path.exists():
+        raise InputError(
+            "there",
+            name="the ledger",
+            value=str(path),
+            remedy="`diminuendo ledger create` makes it with its first budget; --ledger or "
+            f"${VARIABLE} name another.",
+        )
+
+
 def make_file(path: Path) -> None:
     """Create the ledger's file, readable by its owner alone; refuse a shared file system.
 

@@ -49,10 +49,15 @@ class Ledger:
     """A ledger at a URL: sqlite:///path, a path, or postgresql://…; made on first use.
 
     patience  how many seconds to wait for a busy or absent database before an error
+    create    False refuses a file that is not there, as somebody does who only wants to spend
     """
 
-    def __init__(self, url: str | Path | None = None, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, url: str | Path | None = None, *, patience: float = 30.0, create: bool = True
+    ) -> None:
         self.url = address.parse(address.default() if url is None else url)
+        if not create:
+            address.refuse_absent(self.url)
         self._store = Store(self.url, patience=_validate.positive("patience", patience))
         self._store.prepare()
         self._terms: dict[str, Terms] = {}

@@ -60,6 +60,8 @@ class LedgerSpending(Spending):
             )
         super().__init__(terms.budget if plan is None else plan.budget)
         self.ledger, self.name, self.run = ledger, name, ""
+        self.runs: list[str] = []
+        """All runs that have paid: an interrupted one goes on in another."""
         self._order = None if plan is None else PlanSpending(plan)
         self._ahead = ahead if ahead == "plan" else _validate.count("ahead", ahead)
         self._block = None if block is None else _validate.count("block", block)
@@ -119,6 +121,7 @@ class LedgerSpending(Spending):
         digest = "" if self.plan is None else self.plan.digest
         run = self.ledger.open_run(self.name, label=self._label, data=self._data, plan=digest)
         self.run, self._turn, self._alone = run.id, run.turn, False
+        self.runs.append(run.id)
         self._first = self._granted_upto = self._started = self._unknown = paid
         if paid < self.steps:
             self._charge_events(_after(self.granted, paid), start=True, most=False)
@@ -278,7 +281,13 @@ class LedgerSpending(Spending):
         return self.budget.epsilon if self.steps else 0.0
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "run": self.run, "first": self._first, "turn": self._turn}
+        return {
+            **super().state(),
+            "run": self.run,
+            "runs": self.runs,
+            "first": self._first,
+            "turn": self._turn,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What a saved run had been granted. `begin` goes on with it where it is still open."""
@@ -286,7 +295,7 @@ class LedgerSpending(Spending):
             raise InputError("restored before the first request", name="spending", value=self.steps)
         for data in state["granted"]:
             self.note(events.from_dict(data))
-        self.run = str(state.get("run", ""))
+        self.run, self.runs = str(state.get("run", "")), list(state.get("runs", ()))
         self._first, self._turn = int(state.get("first", 0)), int(state.get("turn", 0))
 
     def not_released_from(self, step: int) -> int:
@@ -302,6 +311,7 @@ class LedgerSpending(Spending):
             "address": self.ledger.address,
             "budget": self.name,
             "run": self.run,
+            "runs": self.runs,
             "record": head.seq,
             "head": head.digest,
         }

@@ -93,17 +93,14 @@ class Folder:
             )
         except DiminuendoError as error:
             return [Check("the ledger is whole and has the cited head", False, str(error))]
-        spent = sum(
-            account.confirmed
-            for account in ledger.runs(cited["budget"])
-            if account.opened["plan"] == self.plan.digest or account.id == cited["run"]
-        )
+        paid = [ledger.run(run) for run in cited["runs"]]
+        spent = sum(account.started for account in paid if account.budget == cited["budget"])
         return [
             whole,
             Check(
                 "the run's steps are on record",
                 spent >= self.run["steps"],
-                f"{spent} steps of this plan confirmed on {cited['budget']!r}",
+                f"{spent} steps on {cited['budget']!r}, in {len(paid)} runs of the ledger",
             ),
         ]
 

@@ -124,7 +124,7 @@ class PrivateGradients:
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
         self.released: tuple[Tensor, ...] = ()
-        """The last step's private gradient, flat, one tensor for each parameter."""
+        """The last step's private gradient, one tensor for each parameter, in its shape."""
         self.granted: Callable[[GaussianStep], None] | None = None
         """Called with every event that was granted, before anything of the step is released."""
         self._covered = {id(parameter) for parameter in self.engine.parameters}
