@@ -33,6 +33,7 @@ from diminuendo.training.clipping.contract import row_norm, shared_square_norm, 
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows
+from diminuendo.training.memory import keep_freed
 
 # Per-example gradients with at most this many entries are joined with those of other parameters,
 # so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
@@ -83,6 +84,8 @@ class Engine:
             raise EngineError("the model has no parameter with requires_grad=True to train")
         self.names: list[str] = [name for name, _ in named]
         self.parameters: list[nn.Parameter] = [param for _, param in named]
+        if self.parameters[0].device.type == "cpu":
+            keep_freed()
         self._frozen = [
             (name, param) for name, param in model.named_parameters() if not param.requires_grad
         ]
