@@ -3,23 +3,29 @@
     python benchmarks/repeats.py                   # on the CPU; on a GPU where there is one
 
 The arithmetic is the same matrix products (two forward, one back, two for the clipped sums), bare,
-on buffers of the same shapes. On a CPU both alternate step by step, and seconds of all cores are
-shown beside the clock's, since other programs disturb them less; on a GPU, where a step is only
-launched, they alternate run by run. Everything counts: initialisation, noise, the last assessment.
+on buffers of the same shapes: *as arranged*, piece by piece and in the layouts that the engine
+chose; and *as written*, each product as one `bmm` of all replicas that torch spreads over its
+threads. On a CPU they alternate with the engine step by step, and seconds of all cores are shown
+beside the clock's, since other programs disturb them less; on a GPU, where a step is only launched,
+they alternate run by run. Everything counts: initialisation, noise, the last assessment.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 
 from diminuendo.experiments import Replica, repeats
+from diminuendo.experiments.perceptrons import Perceptrons
 
+Step = Callable[[], object]
 EXAMPLES, INPUTS, HIDDEN, CLASSES = 1000, 60, 1000, 10
 
 
@@ -27,35 +33,52 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
 
 
-def products(replicas: int, block: int, device: str) -> Callable[[], None]:
-    """One step's matrix products for a group of replicas."""
+def products(replicas: int, block: int, device: str, arranged: bool) -> Step:
+    """One step's matrix products for a piece of so many replicas, in blocks of examples."""
     x = torch.randn(EXAMPLES, INPUTS + 1, device=device)
     first = torch.randn(replicas, INPUTS + 1, HIDDEN, device=device)
     second = torch.randn(replicas, CLASSES, HIDDEN, device=device)
-    hidden = torch.randn(replicas, block, HIDDEN, device=device)
-    back = torch.randn(replicas, block, HIDDEN, device=device)
-    slopes = torch.randn(replicas, block, CLASSES, device=device)
-    scaled = torch.randn(replicas, block, INPUTS + 1, device=device)
-    outputs = torch.empty_like(slopes)
+    hidden, back = (torch.randn(replicas * block * HIDDEN, device=device) for _ in range(2))
+    narrow = [torch.randn(replicas * block * CLASSES, device=device) for _ in range(2)]
+    scaled = torch.randn(replicas * block * (INPUTS + 1), device=device)
     sums = torch.zeros_like(first), torch.zeros_like(second)
 
     def step() -> None:
         for start in range(0, EXAMPLES, block):
             part = x[start : start + block]
             n = len(part)
-            torch.bmm(part.expand(replicas, n, INPUTS + 1), first, out=_cut(hidden, n))
-            torch.bmm(_cut(hidden, n), second.mT, out=_cut(outputs, n))
-            torch.bmm(_cut(slopes, n), second, out=_cut(back, n))
-            sums[0].baddbmm_(_cut(scaled, n).mT, _cut(back, n))
-            sums[1].baddbmm_(_cut(slopes, n).mT, _cut(hidden, n))
+            h, b = (_cut(buffer, replicas, n, HIDDEN) for buffer in (hidden, back))
+            inputs = _cut(scaled, replicas, n, INPUTS + 1)
+            torch.bmm(part.expand(replicas, n, INPUTS + 1), first, out=h)
+            if arranged:
+                out, slopes = (_cut(buffer, replicas, CLASSES, n) for buffer in narrow)
+                torch.bmm(second, h.mT, out=out)
+                slopes = slopes.mT
+            else:
+                out, slopes = (_cut(buffer, replicas, n, CLASSES) for buffer in narrow)
+                torch.bmm(h, second.mT, out=out)
+            torch.bmm(slopes, second, out=b)
+            sums[0].baddbmm_(inputs.mT, b)
+            sums[1].baddbmm_(slopes.mT, h)
 
     return step
 
 
-def _cut(buffer: torch.Tensor, n: int) -> torch.Tensor:
-    """A buffer for the last, shorter block, packed as the engine packs it."""
-    k, block, width = buffer.shape
-    return buffer if n == block else buffer.view(-1)[: k * n * width].view(k, n, width)
+def _cut(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """As much of a buffer as a block needs: the last one may be shorter."""
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def in_pieces(batch: Perceptrons, block: int) -> Step:
+    """The products of all replicas, in the engine's own pieces, side by side."""
+    rows = slice(0, len(batch.state[0]))
+    made: dict[int, Step] = {}
+
+    def make(piece: slice, _: slice) -> None:
+        made[piece.start] = products(piece.stop - piece.start, block, "cpu", arranged=True)
+
+    batch.each(rows, make)
+    return lambda: batch.each(rows, lambda piece, _: made[piece.start]())
 
 
 def clock(call: Callable[[], object]) -> float:
@@ -69,39 +92,51 @@ def clock(call: Callable[[], object]) -> float:
 class Beside:
     """Runs and times the bare products after every step of the engine."""
 
-    def __init__(self, bare: Callable[[], None]) -> None:
-        self.bare, self.seconds, self.cores = bare, 0.0, 0.0
+    def __init__(self, *bare: Step) -> None:
+        self.bare, self.spent = bare, np.zeros((len(bare), 2))
 
     def __call__(self, active: int) -> None:
         del active
-        start, cores = time.perf_counter(), time.process_time()
-        self.bare()
-        self.seconds += time.perf_counter() - start
-        self.cores += time.process_time() - cores
+        for step, spent in zip(self.bare, self.spent, strict=True):
+            before = now()
+            step()
+            spent += now() - before
 
 
-def on_cpu(study: repeats.Study, replicas: list[Replica], size: int, block: int) -> str:
-    ratios, totals = [], [0.0, 0.0, 0.0, 0.0]
+def now() -> np.ndarray:
+    """The clock's seconds, and those of all cores."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def on_cpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
+    found = []
     for first in range(0, len(replicas), size):
-        group = replicas[first : first + size]
-        beside = Beside(products(len(group), block, "cpu"))
-        start, cores = time.perf_counter(), time.process_time()
-        repeats._Group(study, group, keep=False).run(beside)
-        own = time.perf_counter() - start - beside.seconds
-        own_cores = time.process_time() - cores - beside.cores
-        for i, value in enumerate((own, beside.seconds, own_cores, beside.cores)):
-            totals[i] += value
-        ratios.append(own / beside.seconds)
-    own, bare, own_cores, bare_cores = totals
-    return (
-        f"engine {own:.2f} s, products {bare:.2f} s, ratio {own / bare:.3f} (groups "
-        f"{min(ratios):.3f} .. {statistics.median(ratios):.3f} .. {max(ratios):.3f}); seconds of "
-        f"all cores {own_cores:.2f} and {bare_cores:.2f}, ratio {own_cores / bare_cores:.3f}"
-    )
+        before = now()
+        group = repeats._Group(study, replicas[first : first + size], keep=False)
+        assert isinstance(group.batch, Perceptrons)
+        begun = now() - before
+        block = group.batch.blocks(group.data)[0].stop
+        written = products(len(group.replicas), block, "cpu", arranged=False)
+        beside = Beside(in_pieces(group.batch, block), written)
+        before = now()
+        group.run(beside)
+        own = now() - before - beside.spent.sum(0) + begun
+        found.append([own, *beside.spent])
+    totals = np.sum(found, 0)
+    lines = [f"engine {totals[0, 0]:.2f} s ({totals[0, 1]:.2f} of all cores)"]
+    for i, name in enumerate(("as arranged", "as written"), 1):
+        ratios = sorted(own[0] / bare[i - 1][0] for own, *bare in found)
+        lines.append(
+            f"products {name} {totals[i, 0]:.2f} s ({totals[i, 1]:.2f}): ratio "
+            f"{totals[0, 0] / totals[i, 0]:.3f} (groups {ratios[0]:.3f} .. "
+            f"{statistics.median(ratios):.3f} .. {ratios[-1]:.3f}), of all cores' seconds "
+            f"{totals[0, 1] / totals[i, 1]:.3f}"
+        )
+    return "\n  ".join(lines)
 
 
-def on_gpu(study: repeats.Study, replicas: list[Replica], size: int, block: int) -> str:
-    bare = products(size, block, "cuda")
+def on_gpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
+    bare = products(size, study.piece(size)[1], "cuda", arranged=False)
     steps = replicas[0].steps
 
     def engine() -> None:
@@ -142,11 +177,12 @@ def main() -> None:
     ]
     study = repeats.Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
     size = options.at_once or study.at_once(len(replicas))
-    block = study.block(size)
-    said = (on_gpu if device == "cuda" else on_cpu)(study, replicas, size, block)
+    said = (on_gpu if device == "cuda" else on_cpu)(study, replicas, size)
+    together, block = study.piece(size)
     print(
         f"{device}: {len(replicas)} replicas, {INPUTS}→{HIDDEN}→{CLASSES}, N = {EXAMPLES}, "
-        f"T = {options.steps}, {size} at once, blocks of {block}: {said}"
+        f"T = {options.steps}, {size} at once, "
+        f"pieces of at most {together} and {block} examples\n  {said}"
     )
 
 

@@ -30,8 +30,8 @@ if available:
         w,
         value,
         out,
-        value_squares,
-        squares,
+        value_norms,
+        norms,
         n,
         K_STRIDE: tl.constexpr,
         N_STRIDE: tl.constexpr,
@@ -52,14 +52,14 @@ if available:
             value_norm += known * known
             total = tl.zeros((ROWS, COLS), tl.float32)
             for c in tl.static_range(C):
-                left = tl.load(slope + k * n * C + rows * C + c, rows < n, 0.0)
+                left = tl.load(slope + (k * C + c) * n + rows, rows < n, 0.0)
                 right = tl.load(w + k * C * H + c * H + cols, cols < H, 0.0)
                 total += left[:, None] * right[None, :]
             total = tl.where(known > 0, total, 0.0)
             norm += total * total
             tl.store(out + k * n * H + rows[:, None] * H + cols[None, :], total, inside)
-        tl.store(squares + k * n + rows, tl.sum(norm, 1), rows < n)
-        tl.store(value_squares + k * n + rows, tl.sum(value_norm, 1), rows < n)
+        tl.store(norms + k * n + rows, tl.sqrt(tl.sum(norm, 1)), rows < n)
+        tl.store(value_norms + k * n + rows, tl.sqrt(tl.sum(value_norm, 1)), rows < n)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _normal(seeds, stds, out, size, threads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -95,16 +95,16 @@ def takes(value: Tensor, matrix: Tensor, activation: str) -> bool:
 def backward(
     slope: Tensor, matrix: Tensor, value: Tensor, out: Tensor, rows: int = 4, cols: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """`out` = slope·matrixᵀ where `value` is positive, else zero; squared norms of value and out.
+    """`out` = slope·matrixᵀ where `value` is positive, else zero; norms of value and out.
 
-    For slopes (k, n, c), a matrix (k, h, c) that is stored transposed, and values (k, n, h).
+    For slopes (k, n, c) and a matrix (k, h, c) that are stored transposed, and values (k, n, h).
     """
     k, n, h = value.shape
-    squares, value_squares = value.new_empty(k, n), value.new_empty(k, n)
+    norms, value_norms = value.new_empty(k, n), value.new_empty(k, n)
     sizes = (value.stride(0), value.stride(1), h, slope.shape[2], rows, cols)
     grid = (triton.cdiv(n, rows), k)
-    _backward[grid](slope.contiguous(), matrix.mT, value, out, value_squares, squares, n, *sizes)
-    return value_squares, squares
+    _backward[grid](slope.mT.contiguous(), matrix.mT, value, out, value_norms, norms, n, *sizes)
+    return value_norms, norms
 
 
 def rectifies(inputs: Tensor, activation: str) -> bool:

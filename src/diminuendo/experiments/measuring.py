@@ -319,7 +319,7 @@ def _branches(
     R, T, like = len(runs), runs[0].steps, study.like
     count = R * (1 + 2 * len(grid))
     size = study.at_once(count)
-    batch = study.batch(count, study.block(size), size)
+    batch = study.batch(count, size)
     data = batch.data(study.x, study.y, [0] * count)
     seeds = [Seeds.make(run.seed) for run in runs]
     batch.write(
@@ -341,16 +341,16 @@ def _branches(
             drawn = noise[own % R]
             if added is not None:
                 _perturb(drawn, added, own - (active - 2 * R), R)
-            batch.step(data, rows, _update(settings, drawn, own % R, step), step)
+            batch.step(data, rows, drawn.__getitem__, _update(settings, own % R, step), step)
         advance(active)
     ends = batch.data(*study.evaluate["end"], [0] * count) if study.evaluate else data
     losses = torch.cat(
         [
-            batch.assess(ends, slice(i, min(i + size, count)), study.loss, study.block(size))[0]
+            batch.assess(ends, slice(i, min(i + size, count)), study.loss)[0]
             for i in range(0, count, size)
         ]
     )
-    losses[batch.broken >= 0] = math.nan
+    losses[(batch.broken >= 0) | ~losses.isfinite()] = math.nan
     table = losses.cpu().numpy().reshape(1 + 2 * len(grid), R)
     both = (table[1::2] + table[2::2]) / 2 - table[0]
     return np.asarray((both / h[grid - 1, None] ** 2).T)
@@ -363,10 +363,9 @@ def _perturb(drawn: Tensor, added: Tensor, place: Tensor, runs: int) -> None:
     drawn[new] += signs.unsqueeze(1) * added[place[new] % runs]
 
 
-def _update(settings: Settings, noise: Tensor, own: Tensor, step: int) -> Update:
+def _update(settings: Settings, own: Tensor, step: int) -> Update:
     beta = settings.beta
     return Update(
-        noise,
         settings.clip[own],
         settings.scales[step, own],
         None if beta is None else beta[own],

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -30,15 +28,16 @@ from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.experiments import kernels
 from diminuendo.experiments.batched import (
+    Draw,
     Loss,
     OneByOne,
-    Perceptrons,
     Update,
     Vmapped,
     cross_entropy,
-    layers_of,
 )
+from diminuendo.experiments.perceptrons import Perceptrons, layers_of
 from diminuendo.experiments.study import Store
+from diminuendo.experiments.workers import side_by_side
 from diminuendo.training.sampling import draw
 from diminuendo.training.seeds import Seeds
 
@@ -47,6 +46,8 @@ Model = Callable[[], nn.Module]
 
 CACHED = 1 << 21
 """Entries of one layer's activations held at a time on a CPU: what its caches like."""
+WORTH_A_THREAD = 1 << 17
+"""Entries of one layer's activations in a step from which on all cores take part."""
 HELD = 1 << 28
 """The same on a GPU: a gibibyte of float32."""
 STATE_BYTES = 1 << 31
@@ -284,20 +285,22 @@ class Study:
             return self.parameters
         return max(layers[0].fan_in + 1, *(layer.fan_out for layer in layers))
 
-    @property
-    def _room(self) -> int:
-        return CACHED if self.device.type == "cpu" else HELD
-
     def at_once(self, replicas: int) -> int:
         """As many replicas as the memory is meant for, the groups about equal."""
-        examples = min(self.x.shape[1], 256 if layers_of(self.template) is not None else 1)
+        together, _ = self.piece(replicas)
         state = STATE_BYTES // (5 * self.parameters * self.like.element_size())
-        most = max(1, min(self._room // (examples * self.width), state))
+        pieces = 2 * torch.get_num_threads() if self.device.type == "cpu" else 1
+        most = max(1, min(pieces * together, state))
         return math.ceil(max(1, replicas) / math.ceil(max(1, replicas) / most))
 
-    def block(self, replicas: int) -> int:
-        """How many examples go at once."""
-        return max(1, min(self.x.shape[1], self._room // (replicas * self.width)))
+    def piece(self, replicas: int) -> tuple[int, int]:
+        """How many replicas and how many examples are worked on at a time."""
+        room = CACHED if self.device.type == "cpu" else HELD
+        examples = min(self.x.shape[1], 256 if layers_of(self.template) is not None else 1)
+        together = max(1, min(replicas, room // (examples * self.width)))
+        if self.device.type == "cpu" and replicas * self.x.shape[1] * self.width >= WORTH_A_THREAD:
+            together = min(together, -(-replicas // torch.get_num_threads()))
+        return together, max(1, min(self.x.shape[1], room // (together * self.width)))
 
     @cached_property
     def kind(self) -> type[Perceptrons | Vmapped | OneByOne]:
@@ -310,22 +313,20 @@ class Study:
             batch = Vmapped(self.template, 1, self.loss, 1, self.like)
             batch.write(flat_parameters(self.template).to(self.device).unsqueeze(0))
             one = batch.data(self.x[:, :1], self.y[:, :1], [0])
-            noise = self.like.new_zeros(1, batch.parameters)
-            batch.clipped_sum(one, rows, Update(noise, clip, clip))
+            batch.clipped_sum(one, rows, Update(clip, clip))
             batch.outputs(one.inputs(rows, rows), rows)
         except (RuntimeError, NotImplementedError, ValueError):
             return OneByOne
         return Vmapped
 
-    def batch(
-        self, replicas: int, block: int, at_once: int | None = None
-    ) -> Perceptrons | Vmapped | OneByOne:
-        """A batch of this study's models; `at_once` rows of it step together."""
+    def batch(self, replicas: int, at_once: int) -> Perceptrons | Vmapped | OneByOne:
+        """A batch of this study's models of which `at_once` take their steps together."""
+        piece = self.piece(at_once)
         if self.kind is Perceptrons:
             layers = layers_of(self.template) or []
-            return Perceptrons(layers, replicas, self.loss, block, self.like, at_once)
+            return Perceptrons(layers, replicas, self.loss, piece, self.like)
         if self.kind is Vmapped:
-            return Vmapped(self.template, replicas, self.loss, block, self.like)
+            return Vmapped(self.template, replicas, self.loss, piece[1], self.like)
         return OneByOne(self.template, replicas, self.loss, self.x.shape[1], self.like)
 
 
@@ -360,27 +361,11 @@ def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
     if layers is not None:
         default(0)
         if torch.equal(rows[0], first):
-            in_threads(default, len(seeds), min(4, os.cpu_count() or 1))
+            side_by_side(default, len(seeds))
             return rows
     for row, seed in enumerate(seeds):
         rows[row] = flat_parameters(initialise(model, seed))
     return rows
-
-
-def in_threads(call: Callable[[int], None], count: int, threads: int) -> None:
-    """call(0) … call(count − 1); for work that torch does without holding the interpreter."""
-    threads = min(threads, count)
-    if threads < 2:
-        for i in range(count):
-            call(i)
-        return
-
-    def some(first: int) -> None:
-        for i in range(first, count, threads):
-            call(i)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(some, range(threads)))
 
 
 class Noise:
@@ -398,17 +383,28 @@ class Noise:
     def fill(self, stds: Sequence[float], step: int, purpose: str = "noise") -> Tensor:
         """The first len(stds) rows, with these deviations, for a step that counts from zero."""
         rows = self.rows[: len(stds)]
-        if self._philox is not None:
-            numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
-            both = torch.tensor(numbers), torch.tensor(stds, dtype=rows.dtype)
-            seeds, scales = (p.pin_memory().to(rows.device, non_blocking=True) for p in both)
-            return self._philox.fill(rows, seeds, scales)
+        if self._philox is None:
+            side_by_side(
+                lambda row: self._draw(slice(row, row + 1), stds, step, purpose), len(stds)
+            )
+            return rows
+        numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
+        both = torch.tensor(numbers), torch.tensor(stds, dtype=rows.dtype)
+        seeds, scales = (p.pin_memory().to(rows.device, non_blocking=True) for p in both)
+        return self._philox.fill(rows, seeds, scales)
 
-        def draw_row(row: int) -> None:
+    def draw(self, stds: Sequence[float], step: int) -> Draw:
+        """The same, drawn where and when some of the rows are asked for."""
+        if self._philox is None:
+            return lambda place: self._draw(place, stds, step, "noise")
+        rows = self.fill(stds, step)
+        return lambda place: rows[place]
+
+    def _draw(self, place: slice, stds: Sequence[float], step: int, purpose: str) -> Tensor:
+        rows = self.rows[place]
+        for row, own in zip(range(place.start, place.stop), rows, strict=True):
             generator = self.seeds[row].generator(purpose, step, rows.device)
-            rows[row].normal_(0.0, stds[row], generator=generator)
-
-        in_threads(draw_row, len(stds), 1 if rows.is_cuda else torch.get_num_threads())
+            own.normal_(0.0, stds[row], generator=generator)
         return rows
 
 
@@ -431,9 +427,8 @@ class Settings:
         self.beta = betas if bool((betas > 0).any()) else None
         self.rates = [replica.sampling_rate for replica in replicas]
 
-    def update(self, noise: Tensor, rows: slice, step: int, taken: Tensor | None) -> Update:
+    def update(self, rows: slice, step: int, taken: Tensor | None) -> Update:
         return Update(
-            noise,
             self.clip[rows],
             self.scales[step, rows],
             None if self.beta is None else self.beta[rows],
@@ -447,8 +442,7 @@ class _Group:
     def __init__(self, study: Study, replicas: Sequence[Replica], keep: bool) -> None:
         self.study, self.replicas, self.keep = study, replicas, keep
         count = len(replicas)
-        self.block = study.block(count)
-        self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, self.block)
+        self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, count)
         starts = initial_rows(study.model, [replica.seed for replica in replicas])
         self.batch.write(starts.to(study.device))
         chosen = [replica.data for replica in replicas]
@@ -471,9 +465,9 @@ class _Group:
         for step in range(lengths[0]):
             active = int((lengths > step).sum())
             rows = slice(0, active)
-            drawn = noise.fill(settings.stds[step, rows].tolist(), step)
-            taken = self._taken(settings.rates[:active], step)
-            self.batch.step(self.data, rows, settings.update(drawn, rows, step, taken), step)
+            drawn = noise.draw(settings.stds[step, rows].tolist(), step)
+            update = settings.update(rows, step, self._taken(settings.rates[:active], step))
+            self.batch.step(self.data, rows, drawn, update, step)
             if step + 1 in study.record:
                 self._note(rows, step + 1)
             left = int((lengths > step + 1).sum())
@@ -494,10 +488,8 @@ class _Group:
     def _assess(self, rows: slice) -> list[dict[str, Any]]:
         """Losses and accuracies of these replicas, now."""
         loss = self.study.loss
-        found = {
-            name: self.batch.assess(d, rows, loss, self.block) for name, d in self.tests.items()
-        }
-        found[""] = self.batch.assess(self.data, rows, loss, self.block)
+        found = {name: self.batch.assess(d, rows, loss) for name, d in self.tests.items()}
+        found[""] = self.batch.assess(self.data, rows, loss)
         columns = {
             name: (losses.tolist(), None if right is None else right.tolist())
             for name, (losses, right) in found.items()
