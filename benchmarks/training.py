@@ -278,6 +278,7 @@ def cpu_memory(name: str) -> None:
 
 
 def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
+    (gpu_memory if device == "cuda" else cpu_memory)(name)  # before there is anything else
     steps = {"plain": plain_step(name, device), "private": private_step(name, device)}
     for mode in ("hooks", "functorch", "ew", "ghost") if opacus else ():
         try:
@@ -292,7 +293,6 @@ def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
         "private, whole": private_step(name, device, True),
     }
     report(name, compare(updates, rounds, device), "plain+SGD")
-    (gpu_memory if device == "cuda" else cpu_memory)(name)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ if available:
             value_norm += known * known
             total = tl.zeros((ROWS, COLS), tl.float32)
             for c in tl.static_range(C):
-                left = tl.load(slope + (k * C + c) * n + rows, rows < n, 0.0)
+                left = tl.load(slope + k * n * C + rows * C + c, rows < n, 0.0)
                 right = tl.load(w + k * C * H + c * H + cols, cols < H, 0.0)
                 total += left[:, None] * right[None, :]
             total = tl.where(known > 0, total, 0.0)
@@ -97,13 +97,13 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """`out` = slope·matrixᵀ where `value` is positive, else zero; norms of value and out.
 
-    For slopes (k, n, c) and a matrix (k, h, c) that are stored transposed, and values (k, n, h).
+    For slopes (k, n, c), a matrix (k, h, c) that is stored transposed, and values (k, n, h).
     """
     k, n, h = value.shape
     norms, value_norms = value.new_empty(k, n), value.new_empty(k, n)
     sizes = (value.stride(0), value.stride(1), h, slope.shape[2], rows, cols)
     grid = (triton.cdiv(n, rows), k)
-    _backward[grid](slope.mT.contiguous(), matrix.mT, value, out, value_norms, norms, n, *sizes)
+    _backward[grid](slope.contiguous(), matrix.mT, value, out, value_norms, norms, n, *sizes)
     return value_norms, norms
 
 

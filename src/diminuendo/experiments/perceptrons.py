@@ -110,7 +110,8 @@ class _Room:
 
     def __init__(self, layers: Sequence[Layer], rises: Sequence[bool], like: Tensor) -> None:
         self.like = like
-        ahead = [(layer.fan_out, up) for layer, up in zip(layers, rises, strict=True)]
+        upright = [up or like.is_cuda for up in rises]
+        ahead = [(layer.fan_out, up) for layer, up in zip(layers, upright, strict=True)]
         self._shapes, self._layers = [*ahead, *ahead[:-1]], len(layers)
         self._made: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._store: list[Tensor] = []
@@ -124,9 +125,10 @@ class _Room:
                 self._store = [self.like.new_empty(entries * width) for width, _ in self._shapes]
                 self._made.clear()
             views = []
-            for part, (width, rises) in zip(self._store, self._shapes, strict=True):
+            for part, (width, upright) in zip(self._store, self._shapes, strict=True):
                 part = part[: entries * width]
-                views.append(part.view(*key, -1) if rises else part.view(replicas, -1, examples).mT)
+                turned = part.view(replicas, -1, examples).mT
+                views.append(part.view(*key, -1) if upright else turned)
             self._made[key] = views[: self._layers], views[self._layers :]
         return self._made[key]
 
@@ -137,7 +139,7 @@ class Perceptrons(Batch):
     For one linear layer an example's gradient is g aᵀ, so its norm is ‖a‖‖g‖, and the clipped sum
     is one product with the factors folded into the narrower of a and g. The input carries a column
     of ones for the first layer's bias. Matrices are stored with their shorter side first, and so
-    are the outputs of layers that narrow: what the products on both sides of them like best.
+    are, on a CPU, the outputs of layers that narrow: what the products around them like best.
 
     `piece` is how many replicas and examples are worked on at a time: a core takes one piece.
     """
@@ -317,7 +319,8 @@ def _add(total: _Map, value: Tensor, slope: Tensor, factors: Tensor) -> None:
 def _slopes(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """The derivatives of the losses with respect to the outputs (k, n, …)."""
     if loss is cross_entropy and targets.dim() == 2:
-        slopes = torch.softmax(outputs.mT, 1).mT
+        # Ten neighbours are too few for a CPU to work along them.
+        slopes = torch.softmax(outputs, 2) if outputs.is_cuda else torch.softmax(outputs.mT, 1).mT
         chosen = targets.unsqueeze(2)
         return slopes.scatter_add_(2, chosen, slopes.new_full((1, 1, 1), -1.0).expand(chosen.shape))
     with torch.enable_grad():

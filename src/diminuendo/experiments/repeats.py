@@ -35,7 +35,7 @@ from diminuendo.experiments.batched import (
     Vmapped,
     cross_entropy,
 )
-from diminuendo.experiments.perceptrons import Perceptrons, layers_of
+from diminuendo.experiments.perceptrons import Layer, Perceptrons, layers_of
 from diminuendo.experiments.study import Store
 from diminuendo.experiments.workers import side_by_side
 from diminuendo.training.sampling import draw
@@ -335,30 +335,25 @@ def flat_parameters(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
 
 
-def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
+def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Tensor:
     """`initialise` for many seeds, as rows of flat parameters.
 
     Linear layers as PyTorch initialises them are filled straight from the generators, in threads;
     that this is what the model does is checked, number by number, on the first seed.
     """
     template = initialise(model, seeds[0])
-    first, layers = flat_parameters(template), layers_of(template)
-    rows = first.new_empty(len(seeds), len(first))
+    first = flat_parameters(template)
+    rows = torch.empty(len(seeds), len(first), dtype=first.dtype, pin_memory=pinned)
+    bounds = _default_bounds(layers_of(template) or [])
+    numbers = [Seeds.make(seed).number("initialisation", 0) for seed in seeds]
 
     def default(row: int) -> None:
-        generator, left = torch.Generator(), rows[row]
-        generator.manual_seed(Seeds.make(seeds[row]).number("initialisation", 0))
-        for layer in layers or ():
-            gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-            bound = math.sqrt(3) * (gain / math.sqrt(layer.fan_in))
-            entries = layer.fan_in * layer.fan_out
-            left[:entries].uniform_(-bound, bound, generator=generator)
-            if layer.bias:
-                bound = 1 / math.sqrt(layer.fan_in)
-                left[entries : entries + layer.fan_out].uniform_(-bound, bound, generator=generator)
-            left = left[entries + layer.bias * layer.fan_out :]
+        generator = torch.Generator().manual_seed(numbers[row])
+        parts = torch.split(rows[row], [entries for entries, _ in bounds])
+        for part, (_, bound) in zip(parts, bounds, strict=True):
+            part.uniform_(-bound, bound, generator=generator)
 
-    if layers is not None:
+    if bounds:
         default(0)
         if torch.equal(rows[0], first):
             side_by_side(default, len(seeds))
@@ -366,6 +361,18 @@ def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
     for row, seed in enumerate(seeds):
         rows[row] = flat_parameters(initialise(model, seed))
     return rows
+
+
+def _default_bounds(layers: Sequence[Layer]) -> list[tuple[int, float]]:
+    """How many numbers PyTorch draws at a time for linear layers, and between which ±bounds."""
+    bounds = []
+    gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+    for layer in layers:
+        spread = math.sqrt(3) * (gain / math.sqrt(layer.fan_in))
+        bounds.append((layer.fan_in * layer.fan_out, spread))
+        if layer.bias:
+            bounds.append((layer.fan_out, 1 / math.sqrt(layer.fan_in)))
+    return bounds
 
 
 class Noise:
@@ -443,8 +450,9 @@ class _Group:
         self.study, self.replicas, self.keep = study, replicas, keep
         count = len(replicas)
         self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, count)
-        starts = initial_rows(study.model, [replica.seed for replica in replicas])
-        self.batch.write(starts.to(study.device))
+        seeds, cuda = [replica.seed for replica in replicas], study.device.type == "cuda"
+        starts = initial_rows(study.model, seeds, pinned=cuda)
+        self.batch.write(starts.to(study.device, non_blocking=True))
         chosen = [replica.data for replica in replicas]
         self.data = self.batch.data(study.x, study.y, chosen)
         self.tests = {

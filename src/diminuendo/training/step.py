@@ -111,6 +111,8 @@ class PrivateGradients:
                 remedy="For the norm C write Flat(C).",
             )
         self.model, self.plan, self.policy = model, plan, policy
+        self._rates: list[float] = plan.rates.tolist()
+        self._sigmas: list[float] = plan.sigmas.tolist()
         self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
         self.spending = PlanSpending(plan) if spending is None else spending
         self.micro_batch = (
@@ -152,7 +154,7 @@ class PrivateGradients:
         return self.plan.examples * self._rate(self.step)
 
     def _rate(self, step: int) -> float:
-        return float(self.plan.rates[min(step, self.plan.steps - 1)])
+        return self._rates[min(step, len(self._rates) - 1)]
 
     def batches(
         self,
@@ -216,7 +218,7 @@ class PrivateGradients:
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
-            sigma = float(self.plan.sigmas[min(self.step, self.plan.steps - 1)])
+            sigma = self._sigmas[min(self.step, len(self._sigmas) - 1)]
         else:
             released = Released(self.step, self.released, self.spending.granted)
             sigma = _validate.positive("the policy's σ", self.policy(released))

@@ -87,6 +87,34 @@ def test_nonfinite_examples_contribute_zero(make: object, value: float, clip: Cl
         close(actual, expected, 1e-12, "sum", 1e-3)
 
 
+@pytest.mark.parametrize("value", [0.5, math.nan, math.inf])
+@pytest.mark.parametrize("clip", [Flat(0.3), PerLayer(0.3)])
+def test_sums_taken_before_the_norms_are_known(
+    value: float, clip: Clip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with little to do: where a norm turns out not to be finite, they start anew."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    x = torch.randn(5, 2, 6)
+    x[1, 0, 2] = value
+    made: list[int] = []
+    found = []
+    for twice in (False, True):
+        monkeypatch.setattr(Engine, "_may_sum_twice", lambda *_, twice=twice: twice)
+        with Engine(model) as engine:
+
+            def buffers(engine: Engine = engine) -> list[torch.Tensor]:
+                made.append(1)
+                return engine.zeros()
+
+            result = engine.clipped_sum(batch_loss(model, (x,)), clip, buffers, 0.5)
+            assert result.nonfinite == (not math.isfinite(value))
+            found.append(result.sums)
+    assert len(made) == 2 + (not math.isfinite(value))
+    for first, second in zip(*found, strict=True):
+        assert torch.isfinite(first).all()
+        assert torch.equal(first, second)
+
+
 def test_a_loss_that_is_not_finite() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     weights = torch.tensor([1.0, math.inf, math.nan, 1.0])

@@ -131,6 +131,12 @@ class Piece:
         """The per-example gradients as a product over tokens, where they have that form."""
         return None
 
+    @property
+    def entries(self) -> int:
+        """How much is kept for the sums."""
+        kept = [getattr(self, name) for name in self.heavy]
+        return sum([tensor.numel() for tensor in kept if tensor is not None])
+
     def purge(self, keep: Tensor) -> None:
         """Set everything that belongs to the examples with ``keep[i]`` False to zero."""
         for name in self.heavy:
