@@ -78,11 +78,19 @@ class Batch(ABC):
 
     def __init__(self, state: Sequence[Tensor], parameters: int, block: int) -> None:
         self.state, self.parameters, self.block = list(state), parameters, block
-        self.sums = [torch.zeros_like(part) for part in self.state]
+        self.sums = [part.new_zeros(part.shape) for part in self.state]
         self.averages: list[Tensor] | None = None
-        replicas, device = self.state[0].shape[0], self.state[0].device
-        self.broken = torch.full((replicas,), -1, dtype=torch.int64, device=device)
-        """The first step in which a loss or a gradient was not finite, or −1."""
+        first = self.state[0]
+        self._trouble = first.new_zeros(len(first))
+        """Zero as long as all is finite, and not a number from then on."""
+        self._sound = torch.zeros(len(first), dtype=torch.int64, device=first.device)
+        """How many steps that was."""
+        self._zero = first.new_zeros(())
+
+    @property
+    def broken(self) -> Tensor:
+        """The first step, of those taken, in which something was not finite, or −1."""
+        return torch.where(self._trouble.isnan(), self._sound + 1, -1)
 
     @abstractmethod
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
@@ -90,7 +98,7 @@ class Batch(ABC):
 
     @abstractmethod
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
-        """Add Σ_i c_i g_i to `sums`; returns for each replica whether all of it was finite."""
+        """Add Σ_i c_i g_i to `sums`; returns a number for each replica: finite if all of it was."""
 
     @abstractmethod
     def outputs(self, inputs: Tensor, rows: slice) -> Tensor:
@@ -100,24 +108,23 @@ class Batch(ABC):
         """call(rows, their place among `rows`) for all of them, in one piece or in several."""
         return [call(rows, slice(0, rows.stop - rows.start))]
 
-    def step(self, data: Data, rows: slice, noise: Draw, update: Update, t: int) -> None:
-        """Algorithm 1 for these replicas; t counts from zero.
+    def step(self, data: Data, rows: slice, noise: Draw, update: Update) -> None:
+        """Algorithm 1 for these replicas.
 
         noise  gives some of the rows, by their place among `rows`: flat, in model order, of
                deviation clip·σ
         """
         if update.beta is not None and self.averages is None:
-            self.averages = [torch.zeros_like(part) for part in self.state]
+            self.averages = [torch.zeros_like(part) for part in self.sums]
         self.each(
-            rows, lambda piece, place: self._step(data, piece, noise(place), update.of(place), t)
+            rows, lambda piece, place: self._step(data, piece, noise(place), update.of(place))
         )
 
-    def _step(self, data: Data, rows: slice, noise: Tensor, update: Update, t: int) -> None:
+    def _step(self, data: Data, rows: slice, noise: Tensor, update: Update) -> None:
         for own, flat in self.parts([part[rows] for part in self.sums], noise):
             own.copy_(flat)
-        finite = self.clipped_sum(data, rows, update)
-        broken = self.broken[rows]
-        broken.masked_fill_(~finite & (broken < 0), t + 1)
+        trouble = self._trouble[rows].addcmul_(self.clipped_sum(data, rows, update), self._zero)
+        self._sound[rows] += trouble.eq(trouble)
         direction = self.sums
         if update.beta is not None and self.averages is not None:
             for average, total in zip(self.averages, self.sums, strict=True):
@@ -230,17 +237,17 @@ class Vmapped(_Flattened):
 
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
-        finite = torch.ones_like(update.clip, dtype=torch.bool)
+        health = torch.zeros_like(update.clip)
         each = vmap(vmap(grad_and_value(self._one), (None, 0, 0)))
         sums = self.sums[0][rows]
         for block in self.blocks(data):
             flat = self.state[0][rows]
             gradients, losses = each(flat, data.inputs(rows, block), data.targets(rows, block))
             norms = torch.linalg.vector_norm(gradients, dim=2)
-            finite &= (norms + losses).sum(1).isfinite()
+            health += (norms + losses).sum(1)
             factors = clip_factors(norms, update, block)
             sums += torch.bmm(factors.unsqueeze(1), gradients).squeeze(1)
-        return finite
+        return health
 
 
 class OneByOne(_Flattened):
@@ -263,15 +270,16 @@ class OneByOne(_Flattened):
         return torch.stack(found)
 
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
-        finite = []
+        health = torch.zeros_like(update.clip)
         with Engine(self.model) as engine:
             for i, row in enumerate(self._numbers(rows)):
                 self._at(row)
-                finite.append(self._one(engine, data, slice(row, row + 1), update, i))
-        return torch.stack(finite)
+                if not self._one(engine, data, slice(row, row + 1), update, i):
+                    health[i] = torch.nan
+        return health
 
-    def _one(self, engine: Engine, data: Data, row: slice, update: Update, i: int) -> Tensor:
-        whole = torch.ones((), dtype=torch.bool, device=self.broken.device)
+    def _one(self, engine: Engine, data: Data, row: slice, update: Update, i: int) -> bool:
+        whole = True
         clip = Flat(float(update.clip[i]))
         for block in self.blocks(data):
             x, y = data.inputs(row, block)[0], data.targets(row, block)[0]
@@ -280,8 +288,7 @@ class OneByOne(_Flattened):
                 x, y = x[kept], y[kept]
             result = engine.clipped_sum(self.loss(_tensor(self.model(x)), y), clip)
             self.sums[0][row] += torch.cat([part.flatten() for part in result.sums])
-            if result.finite is not None:
-                whole &= result.finite.all()
+            whole = whole and result.finite is None
         return whole
 
 

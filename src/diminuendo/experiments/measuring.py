@@ -341,7 +341,7 @@ def _branches(
             drawn = noise[own % R]
             if added is not None:
                 _perturb(drawn, added, own - (active - 2 * R), R)
-            batch.step(data, rows, drawn.__getitem__, _update(settings, own % R, step), step)
+            batch.step(data, rows, drawn.__getitem__, _update(settings, own % R, step))
         advance(active)
     ends = batch.data(*study.evaluate["end"], [0] * count) if study.evaluate else data
     losses = torch.cat(

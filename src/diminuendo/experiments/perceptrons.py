@@ -114,18 +114,18 @@ class _Room:
         ahead = [(layer.fan_out, up) for layer, up in zip(layers, upright, strict=True)]
         self._shapes, self._layers = [*ahead, *ahead[:-1]], len(layers)
         self._made: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self._store: list[Tensor] = []
+        self.store: list[Tensor] = []
 
     def buffers(self, replicas: int, examples: int) -> tuple[list[Tensor], list[Tensor]]:
         """(replicas, examples, width) for each layer, and for each but the last."""
         key = replicas, examples
         if key not in self._made:
             entries = replicas * examples
-            if not self._store or entries * self._shapes[0][0] > len(self._store[0]):
-                self._store = [self.like.new_empty(entries * width) for width, _ in self._shapes]
+            if not self.store or entries * self._shapes[0][0] > len(self.store[0]):
+                self.store = [self.like.new_empty(entries * width) for width, _ in self._shapes]
                 self._made.clear()
             views = []
-            for part, (width, upright) in zip(self._store, self._shapes, strict=True):
+            for part, (width, upright) in zip(self.store, self._shapes, strict=True):
                 part = part[: entries * width]
                 turned = part.view(replicas, -1, examples).mT
                 views.append(part.view(*key, -1) if upright else turned)
@@ -159,8 +159,11 @@ class Perceptrons(Batch):
         stored = []
         for i, (layer, rises) in enumerate(zip(layers, self.rises, strict=True)):
             ins, outs = layer.fan_in + (layer.bias and i == 0), layer.fan_out
-            shape = (replicas, ins, outs) if rises else (replicas, outs, ins)
-            stored.append(like.new_zeros(shape))
+            if rises and i == 0 and like.is_cuda:  # as `kernels.rectified` takes it
+                stored.append(like.new_zeros(ins, replicas, outs).transpose(0, 1))
+            else:
+                shape = (replicas, ins, outs) if rises else (replicas, outs, ins)
+                stored.append(like.new_zeros(shape))
             if layer.bias and i > 0:
                 stored.append(like.new_zeros(replicas, 1, outs))
         self.together, block = piece
@@ -182,6 +185,11 @@ class Perceptrons(Batch):
             return call(slice(rows.start + start, rows.start + stop), slice(start, stop))
 
         return side_by_side(one, number)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Where pieces have worked so far, for whoever wants to see them again."""
+        return [part for room in self._rooms for part in room.store]
 
     @contextmanager
     def _room(self) -> Iterator[_Room]:
@@ -251,7 +259,7 @@ class Perceptrons(Batch):
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
         assert isinstance(data, Points)
-        health = torch.zeros_like(update.clip)
+        health = None
         maps, sums = self._views(rows)
         with self._room() as room:
             for block in self.blocks(data):
@@ -259,11 +267,12 @@ class Perceptrons(Batch):
                 ahead, back = room.buffers(*x.shape[:2])
                 values = self._forward(x, maps, ahead)
                 slopes, norms = self._backward(values, y, lengths, maps, back)
-                health += norms.sum(1)
+                health = norms.sum(1) if health is None else health + norms.sum(1)
                 factors = clip_factors(norms, update, block)
                 for value, slope, total in zip(values, slopes, sums, strict=False):
                     _add(total, value, slope, factors)
-        return health.isfinite()
+        assert health is not None
+        return health
 
     def _backward(
         self,
@@ -305,12 +314,12 @@ def _add(total: _Map, value: Tensor, slope: Tensor, factors: Tensor) -> None:
     """Σ_i c_i a_i g_iᵀ into the matrix, and Σ_i c_i g_i into the bias."""
     if total.bias is not None:
         total.bias.baddbmm_(factors.unsqueeze(1), slope)
-    weight = factors.unsqueeze(2)
     if value.shape[2] <= slope.shape[2]:
-        value = value * weight
+        value = value * factors.unsqueeze(2)
     else:
-        slope = slope * weight
-    if total.matrix.is_contiguous():
+        turned = slope.mT
+        slope = torch.mul(turned, factors.unsqueeze(1), out=turned.new_empty(turned.shape)).mT
+    if total.matrix.stride(2) == 1:
         total.matrix.baddbmm_(value.mT, slope)
     else:
         total.transposed.baddbmm_(slope.mT, value)

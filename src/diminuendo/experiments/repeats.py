@@ -36,6 +36,7 @@ from diminuendo.experiments.batched import (
     cross_entropy,
 )
 from diminuendo.experiments.perceptrons import Layer, Perceptrons, layers_of
+from diminuendo.experiments.replay import Replayed
 from diminuendo.experiments.study import Store
 from diminuendo.experiments.workers import side_by_side
 from diminuendo.training.sampling import draw
@@ -345,18 +346,18 @@ def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Te
     first = flat_parameters(template)
     rows = torch.empty(len(seeds), len(first), dtype=first.dtype, pin_memory=pinned)
     bounds = _default_bounds(layers_of(template) or [])
+    parts = [part.unbind() for part in torch.split(rows, [n for n, _ in bounds], 1)]
     numbers = [Seeds.make(seed).number("initialisation", 0) for seed in seeds]
 
     def default(row: int) -> None:
         generator = torch.Generator().manual_seed(numbers[row])
-        parts = torch.split(rows[row], [entries for entries, _ in bounds])
         for part, (_, bound) in zip(parts, bounds, strict=True):
-            part.uniform_(-bound, bound, generator=generator)
+            part[row].uniform_(-bound, bound, generator=generator)
 
     if bounds:
         default(0)
         if torch.equal(rows[0], first):
-            side_by_side(default, len(seeds))
+            side_by_side(default, len(seeds), most=4)  # more of them wait for each other
             return rows
     for row, seed in enumerate(seeds):
         rows[row] = flat_parameters(initialise(model, seed))
@@ -468,6 +469,7 @@ class _Group:
         settings = Settings(self.replicas, self.data.examples, like)
         lengths = np.array([replica.steps for replica in self.replicas])
         ends: list[dict[str, Any]] = [{} for _ in self.replicas]
+        stepper = Replayed(self.batch, self.data)
         if 0 in study.record:
             self._note(slice(0, len(lengths)), 0)
         for step in range(lengths[0]):
@@ -475,7 +477,7 @@ class _Group:
             rows = slice(0, active)
             drawn = noise.draw(settings.stds[step, rows].tolist(), step)
             update = settings.update(rows, step, self._taken(settings.rates[:active], step))
-            self.batch.step(self.data, rows, drawn, update, step)
+            stepper.step(rows, drawn, update, to_come=int(lengths[active - 1]) - step)
             if step + 1 in study.record:
                 self._note(rows, step + 1)
             left = int((lengths > step + 1).sum())
