@@ -15,6 +15,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,8 @@ from diminuendo.training.clipping import Engine, Flat
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) of n examples → n losses."""
 Part = tuple[Tensor, Tensor]
-Draw = Callable[[slice], Tensor]
+Start = Callable[[slice, slice], None]
+"""Puts noise into the sums of some rows, given also their place among all that step."""
 Result = TypeVar("Result")
 
 
@@ -108,21 +110,33 @@ class Batch(ABC):
         """call(rows, their place among `rows`) for all of them, in one piece or in several."""
         return [call(rows, slice(0, rows.stop - rows.start))]
 
-    def step(self, data: Data, rows: slice, noise: Draw, update: Update) -> None:
-        """Algorithm 1 for these replicas.
-
-        noise  gives some of the rows, by their place among `rows`: flat, in model order, of
-               deviation clip·σ
-        """
+    def step(self, data: Data, rows: slice, start: Start, update: Update) -> None:
+        """Algorithm 1 for these replicas."""
         if update.beta is not None and self.averages is None:
             self.averages = [torch.zeros_like(part) for part in self.sums]
-        self.each(
-            rows, lambda piece, place: self._step(data, piece, noise(place), update.of(place))
-        )
 
-    def _step(self, data: Data, rows: slice, noise: Tensor, update: Update) -> None:
+        def take(piece: slice, place: slice) -> None:
+            start(piece, place)
+            self.advance(data, piece, update.of(place))
+
+        self.each(rows, take)
+
+    def start(self, rows: slice, noise: Tensor) -> None:
+        """Let the sums begin with noise: flat rows in model order, of deviation clip·σ."""
         for own, flat in self.parts([part[rows] for part in self.sums], noise):
             own.copy_(flat)
+
+    @cached_property
+    def orders(self) -> list[Tensor]:
+        """For each part of the sums, as it is stored, where its entries are in model order."""
+        stored = [torch.empty_like(part[:1], dtype=torch.int32) for part in self.sums]
+        numbers = torch.arange(self.parameters, dtype=torch.int32, device=stored[0].device)
+        for own, flat in self.parts(stored, numbers.unsqueeze(0)):
+            own.copy_(flat)
+        return stored
+
+    def advance(self, data: Data, rows: slice, update: Update) -> None:
+        """What follows the noise: on a GPU the same operations on the same memory every time."""
         trouble = self._trouble[rows].addcmul_(self.clipped_sum(data, rows, update), self._zero)
         self._sound[rows] += trouble.eq(trouble)
         direction = self.sums

@@ -1,10 +1,10 @@
-"""What a GPU does in one pass over the activations instead of four, and noise for all replicas at
-once. Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there.
+"""What a GPU does in one pass over the activations instead of several, and noise for all replicas
+at once. Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there.
 
 The wide layer before a narrow one (a hidden layer before the classes) is where the memory traffic
 is: `rectified` makes it in the product itself; `backward` brings the derivatives back through it,
-masks them and measures both. `Philox` draws what `normal_` of a freshly seeded
-generator draws, for many seeds in one kernel.
+masks them and measures both; `add_sums` sums the narrow layer's gradients up, clipped. `Philox`
+draws what `normal_` of a freshly seeded generator draws, for many seeds in one kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 available = importlib.util.find_spec("triton") is not None
 NARROW = 16
-"""Most outputs of a layer that `backward` takes."""
+"""Most outputs of a layer that `backward` and `add_sums` take."""
 
 if available:
     import triton
@@ -62,11 +62,43 @@ if available:
         tl.store(value_norms + k * n + rows, tl.sqrt(tl.sum(value_norm, 1)), rows < n)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _normal(seeds, stds, out, size, threads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _add_sums(  # type: ignore[no-untyped-def]
+        slope,
+        factors,
+        value,
+        sums,
+        n,
+        K_STRIDE: tl.constexpr,
+        N_STRIDE: tl.constexpr,
+        H: tl.constexpr,
+        C: tl.constexpr,
+        WIDE: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+    ):
+        k = tl.program_id(1).to(tl.int64)
+        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+        classes = tl.arange(0, WIDE)
+        total = tl.zeros((WIDE, COLS), tl.float32)
+        for start in range(0, n, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            left = slope + k * n * C + rows[None, :] * C + classes[:, None]
+            weights = tl.load(left, (classes[:, None] < C) & (rows[None, :] < n), 0.0)
+            weights *= tl.load(factors + k * n + rows, rows < n, 0.0)[None, :]
+            place = value + k * K_STRIDE + rows[:, None].to(tl.int64) * N_STRIDE + cols[None, :]
+            known = tl.load(place, (rows[:, None] < n) & (cols[None, :] < H), 0.0)
+            total += tl.dot(weights, known, input_precision="ieee")
+        place = sums + k * C * H + classes[:, None] * H + cols[None, :]
+        inside = (classes[:, None] < C) & (cols[None, :] < H)
+        tl.store(place, tl.load(place, inside, 0.0) + total, inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _normal(seeds, stds, order, out, size, threads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         k = tl.program_id(1)
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        turn = place // threads
-        thread = place % threads
+        number = tl.load(order + place, place < size, 0)
+        turn = number // threads
+        thread = number % threads
         nothing = thread * 0
         a, b, c, d = tl.philox(tl.load(seeds + k), turn // 4, nothing, thread, nothing)
         second = turn % 4 >= 2
@@ -80,16 +112,21 @@ if available:
         tl.store(out + k.to(tl.int64) * size + place, value, place < size)
 
 
-def takes(value: Tensor, matrix: Tensor, activation: str) -> bool:
-    """Whether `backward` can serve a layer with this (in, out) matrix after these activations."""
+def narrows(value: Tensor, matrix: Tensor) -> bool:
+    """Whether these kernels can serve a layer with this (in, out) matrix after these values."""
     return (
         available
         and value.is_cuda
         and value.dtype is torch.float32
-        and activation == "relu"
+        and value.stride(2) == 1
         and matrix.shape[2] <= NARROW
         and matrix.mT.is_contiguous()
     )
+
+
+def takes(value: Tensor, matrix: Tensor, activation: str) -> bool:
+    """Whether `backward` can serve a layer with this (in, out) matrix after these activations."""
+    return activation == "relu" and narrows(value, matrix)
 
 
 def backward(
@@ -105,6 +142,15 @@ def backward(
     grid = (triton.cdiv(n, rows), k)
     _backward[grid](slope.contiguous(), matrix.mT, value, out, value_norms, norms, n, *sizes)
     return value_norms, norms
+
+
+def add_sums(
+    slope: Tensor, factors: Tensor, value: Tensor, sums: Tensor, rows: int = 32, cols: int = 128
+) -> None:
+    """Add Σ_i c_i g_i a_iᵀ to `sums` (k, c, h), for slopes (k, n, c) and values (k, n, h)."""
+    k, n, h = value.shape
+    sizes = (value.stride(0), value.stride(1), h, slope.shape[2], NARROW, rows, cols)
+    _add_sums[(triton.cdiv(h, cols), k)](slope.contiguous(), factors, value, sums, n, *sizes)
 
 
 def rectifies(inputs: Tensor, activation: str) -> bool:
@@ -145,18 +191,19 @@ class Philox:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
+        self.order = torch.arange(size, dtype=torch.int32, device=device)
         facts: Any = torch.cuda.get_device_properties(device)
         most = facts.multi_processor_count * (facts.max_threads_per_multi_processor // 256)
         self.threads = 256 * min(most, -(-size // 256))
         seed = torch.tensor([1234567890123456789], device=device)
-        own = self.fill(torch.empty(1, size, device=device), seed, torch.ones(1, device=device))
+        own = torch.empty(1, size, device=device)
+        self.fill(own, self.order, seed, torch.ones(1, device=device))
         generator = torch.Generator(device).manual_seed(int(seed))
         true = torch.empty(size, device=device).normal_(generator=generator)
         self.exact = bool(torch.allclose(own[0], true, rtol=1e-4, atol=1e-5))
 
-    def fill(self, rows: Tensor, seeds: Tensor, stds: Tensor) -> Tensor:
-        block = 1024
-        grid = (triton.cdiv(self.size, block), rows.shape[0])
-        _normal[grid](seeds, stds, rows, self.size, self.threads, block)
-        return rows
+    def fill(self, rows: Tensor, order: Tensor, seeds: Tensor, stds: Tensor) -> None:
+        """Rows whose j-th entries are the generators' numbers order[j], for a seed each."""
+        block, size = 1024, order.numel()
+        grid = (triton.cdiv(size, block), rows.shape[0])
+        _normal[grid](seeds, stds, order, rows, size, self.threads, block)

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch import Tensor
 from diminuendo import _files, _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
-from diminuendo.experiments.batched import Loss, Update
+from diminuendo.experiments.batched import Batch, Loss, Update
 from diminuendo.experiments.repeats import (
     STATE_BYTES,
     Model,
@@ -341,7 +342,8 @@ def _branches(
             drawn = noise[own % R]
             if added is not None:
                 _perturb(drawn, added, own - (active - 2 * R), R)
-            batch.step(data, rows, drawn.__getitem__, _update(settings, own % R, step))
+            start_with = partial(_start, batch, drawn)
+            batch.step(data, rows, start_with, _update(settings, own % R, step))
         advance(active)
     ends = batch.data(*study.evaluate["end"], [0] * count) if study.evaluate else data
     losses = torch.cat(
@@ -354,6 +356,10 @@ def _branches(
     table = losses.cpu().numpy().reshape(1 + 2 * len(grid), R)
     both = (table[1::2] + table[2::2]) / 2 - table[0]
     return np.asarray((both / h[grid - 1, None] ** 2).T)
+
+
+def _start(batch: Batch, drawn: Tensor, rows: slice, place: slice) -> None:
+    batch.start(rows, drawn[place])
 
 
 def _perturb(drawn: Tensor, added: Tensor, place: Tensor, runs: int) -> None:

@@ -314,6 +314,9 @@ def _add(total: _Map, value: Tensor, slope: Tensor, factors: Tensor) -> None:
     """Σ_i c_i a_i g_iᵀ into the matrix, and Σ_i c_i g_i into the bias."""
     if total.bias is not None:
         total.bias.baddbmm_(factors.unsqueeze(1), slope)
+    if kernels.narrows(value, total.matrix):
+        kernels.add_sums(slope, factors, value, total.transposed)
+        return
     if value.shape[2] <= slope.shape[2]:
         value = value * factors.unsqueeze(2)
     else:

@@ -28,9 +28,10 @@ from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.experiments import kernels
 from diminuendo.experiments.batched import (
-    Draw,
+    Batch,
     Loss,
     OneByOne,
+    Start,
     Update,
     Vmapped,
     cross_entropy,
@@ -345,16 +346,17 @@ def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Te
     template = initialise(model, seeds[0])
     first = flat_parameters(template)
     rows = torch.empty(len(seeds), len(first), dtype=first.dtype, pin_memory=pinned)
-    bounds = _default_bounds(layers_of(template) or [])
-    parts = [part.unbind() for part in torch.split(rows, [n for n, _ in bounds], 1)]
-    numbers = [Seeds.make(seed).number("initialisation", 0) for seed in seeds]
+    layers = layers_of(template)
+    if layers is not None:
+        bounds = _default_bounds(layers)
+        parts = [part.unbind() for part in torch.split(rows, [n for n, _ in bounds], 1)]
+        numbers = [Seeds.make(seed).number("initialisation", 0) for seed in seeds]
 
-    def default(row: int) -> None:
-        generator = torch.Generator().manual_seed(numbers[row])
-        for part, (_, bound) in zip(parts, bounds, strict=True):
-            part[row].uniform_(-bound, bound, generator=generator)
+        def default(row: int) -> None:
+            generator = torch.Generator().manual_seed(numbers[row])
+            for part, (_, bound) in zip(parts, bounds, strict=True):
+                part[row].uniform_(-bound, bound, generator=generator)
 
-    if bounds:
         default(0)
         if torch.equal(rows[0], first):
             side_by_side(default, len(seeds), most=4)  # more of them wait for each other
@@ -395,18 +397,28 @@ class Noise:
             side_by_side(
                 lambda row: self._draw(slice(row, row + 1), stds, step, purpose), len(stds)
             )
-            return rows
-        numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
-        both = torch.tensor(numbers), torch.tensor(stds, dtype=rows.dtype)
-        seeds, scales = (p.pin_memory().to(rows.device, non_blocking=True) for p in both)
-        return self._philox.fill(rows, seeds, scales)
+        else:
+            self._philox.fill(rows, self._philox.order, *self._sent(stds, step, purpose))
+        return rows
 
-    def draw(self, stds: Sequence[float], step: int) -> Draw:
+    def start(self, batch: Batch, stds: Sequence[float], step: int) -> Start:
         """The same, drawn where and when some of the rows are asked for."""
-        if self._philox is None:
-            return lambda place: self._draw(place, stds, step, "noise")
-        rows = self.fill(stds, step)
-        return lambda place: rows[place]
+        philox = self._philox
+        if philox is None:
+            return lambda rows, place: batch.start(rows, self._draw(place, stds, step, "noise"))
+        seeds, scales = self._sent(stds, step, "noise")
+
+        def start(rows: slice, place: slice) -> None:
+            for part, order in zip(batch.sums, batch.orders, strict=True):
+                philox.fill(part[rows], order, seeds[place], scales[place])
+
+        return start
+
+    def _sent(self, stds: Sequence[float], step: int, purpose: str) -> tuple[Tensor, ...]:
+        """Seeds and deviations, on their way to the GPU."""
+        numbers = [own.number(purpose, step) for own in self.seeds[: len(stds)]]
+        both = torch.tensor(numbers), torch.tensor(stds, dtype=self.rows.dtype)
+        return tuple(p.pin_memory().to(self.rows.device, non_blocking=True) for p in both)
 
     def _draw(self, place: slice, stds: Sequence[float], step: int, purpose: str) -> Tensor:
         rows = self.rows[place]
@@ -423,12 +435,13 @@ class Settings:
         longest = max(replica.steps for replica in replicas)
         self.stds = np.zeros((longest, len(replicas)))
         scales = np.zeros((longest, len(replicas)))
-        t = np.arange(1, longest + 1)
         for k, replica in enumerate(replicas):
-            T, beta = replica.steps, replica.beta
-            self.stds[:T, k] = replica.clip * np.asarray(replica.sigmas)
-            weight = (1 - beta) / (1 - beta ** t[:T])
-            scales[:T, k] = np.asarray(replica.lr) * weight / (examples * replica.sampling_rate)
+            self.stds[: replica.steps, k] = replica.sigmas
+            scales[: replica.steps, k] = replica.lr
+        self.stds *= [replica.clip for replica in replicas]
+        beta = np.array([replica.beta for replica in replicas])
+        scales *= (1 - beta) / (1 - beta ** np.arange(1, longest + 1)[:, None])
+        scales /= [examples * replica.sampling_rate for replica in replicas]
         self.scales = torch.tensor(scales).to(like)
         self.clip = like.new_tensor([replica.clip for replica in replicas])
         betas = like.new_tensor([replica.beta for replica in replicas])
@@ -475,9 +488,9 @@ class _Group:
         for step in range(lengths[0]):
             active = int((lengths > step).sum())
             rows = slice(0, active)
-            drawn = noise.draw(settings.stds[step, rows].tolist(), step)
+            start = noise.start(self.batch, settings.stds[step, rows].tolist(), step)
             update = settings.update(rows, step, self._taken(settings.rates[:active], step))
-            stepper.step(rows, drawn, update, to_come=int(lengths[active - 1]) - step)
+            stepper.step(rows, start, update, to_come=int(lengths[active - 1]) - step)
             if step + 1 in study.record:
                 self._note(rows, step + 1)
             left = int((lengths > step + 1).sum())

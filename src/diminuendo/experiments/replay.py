@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diminuendo.experiments.batched import Batch, Data, Draw, Update
+from diminuendo.experiments.batched import Batch, Data, Start, Update
 from diminuendo.experiments.perceptrons import Perceptrons
 
 WARM = 2
@@ -28,21 +28,21 @@ class Replayed:
         can = isinstance(batch, Perceptrons) and batch.state[0].is_cuda
         self._scale = batch.state[0].new_empty(len(batch.state[0])) if can else None
 
-    def step(self, rows: slice, noise: Draw, update: Update, to_come: int) -> None:
+    def step(self, rows: slice, start: Start, update: Update, to_come: int) -> None:
         """`Batch.step`; `to_come` is for how many steps, this one included, the rows stay."""
         self._taken += 1
         known = self._graph is not None and rows == self._rows
         worthwhile = self._taken > WARM and to_come >= WORTHWHILE
         if self._scale is None or update.taken is not None or not (known or worthwhile):
-            self.batch.step(self.data, rows, noise, update)
+            self.batch.step(self.data, rows, start, update)
             return
-        drawn = noise(slice(0, rows.stop - rows.start))
+        start(rows, slice(0, rows.stop - rows.start))
         scale = self._scale[rows].copy_(update.scale)
         if not known:
-            self._record(rows, drawn, Update(update.clip, scale, update.beta))
+            self._record(rows, Update(update.clip, scale, update.beta))
         self._graph.replay()
 
-    def _record(self, rows: slice, drawn: Tensor, update: Update) -> None:
+    def _record(self, rows: slice, update: Update) -> None:
         """Without what `torch.cuda.graph` does around it: to give up all cached memory."""
         assert isinstance(self.batch, Perceptrons)
         self._graph, self._rows = torch.cuda.CUDAGraph(), rows
@@ -52,6 +52,6 @@ class Replayed:
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             self._graph.capture_begin()
-            self.batch.step(self.data, rows, drawn.__getitem__, update)
+            self.batch.advance(self.data, rows, update)
             self._graph.capture_end()
         before.wait_stream(stream)
