@@ -57,6 +57,21 @@ def test_scores_that_cost_too_much_are_refused() -> None:
         tune(score_noise=0.5)
 
 
+def test_machines_that_share_a_study_train_no_more_than_was_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees the number of trials before the others' last ones are in."""
+    trained = []
+    original = charged.trained_by
+    monkeypatch.setattr(charged, "trained_by", lambda *a: (trained.append(1), original(*a))[1])
+    monkeypatch.setattr(charged.Search, "asked", lambda _: 0)
+    storage = f"sqlite:///{tmp_path}/s.db"
+    first, second = tune(storage=storage), tune(storage=storage)
+    assert len(trained) == 3
+    assert first.plan == second.plan
+    assert len(second.scores) == 3
+
+
 def test_a_trial_cut_short_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three trials dies; taken up again, one more is run and not two."""
     storage, runs, real = f"{tmp_path}/s.journal", [], charged.fit

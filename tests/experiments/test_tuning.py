@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,41 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, kind: str) -> None:
     assert [trial.candidate for trial in first.best.trials] == done[:3]
     assert len(done) == 5
     assert tune(storage=storage, families=("exponential",), trials=5).best.plan == more.best.plan
+
+
+MACHINE = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_tuning import tune
+Path(sys.argv[3]).touch()
+while not Path(sys.argv[4]).exists():
+    time.sleep(0.01)
+found = tune(storage=sys.argv[2], trials=9, batch=2).to_dict()
+print(found["best"], [len(f["trials"]) for f in found["families"].values()])
+"""
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
+    """At the same time, and every family has the same effort all the same."""
+    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"{tmp_path}/s.journal"
+    tune(storage=storage, trials=1, batch=1)
+    here, flags = str(Path(__file__).parent), [str(tmp_path / f"ready{i}") for i in range(2)]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", MACHINE, here, storage, flags[i], flags[1 - i]],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    said = [machine.communicate(timeout=120)[0].strip() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert all(line.endswith("[9, 9]") for line in said)
+    after = tune(storage=storage, trials=9, batch=2)
+    assert said[-1].startswith(after.best.family)
+    assert len(after.points()) == 18
 
 
 @pytest.mark.parametrize(

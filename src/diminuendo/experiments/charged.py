@@ -105,22 +105,28 @@ def tune_on_private(
         "parameters": parameters,
     }
     search = Search(family, space, settings, storage, name, seed=secrets.randbits(31))
+    from optuna.trial import TrialState  # Search has said so if it is not installed
+
     with bar("charged tuning", trials, progress) as advance:
         advance(search.asked())
         while search.asked() < trials:
             trial = search.study.ask()
+            if trial.number >= trials:  # others who share the storage have asked for the last
+                search.study.tell(trial, state=TrialState.FAIL)
+                break
             candidate = search.candidate(trial)
             plan = make_plan(candidate, part, examples, parameters)
             trained = trained_by(plan, candidate.lr, model, data, device)
             search.study.tell(trial, 1 - noisy_right(trained, x, y, noise) / examples)
             advance(1)
-    done = search.trials()
+    done = search.trials(trials)
     if not done:
         raise InputError(
             "with at least one finished trial",
             name="the study",
             value=f"{trials} charged, none finished",
-            remedy="What they cost stays spent. Begin another study with another budget.",
+            remedy="What they cost stays spent. Where other machines are at it, wait for them; "
+            "else begin another study with another budget.",
         )
     best = min(done, key=lambda t: t.score if t.score is not None else math.inf)
     final = make_plan(best.candidate, part, examples, parameters)

@@ -278,7 +278,7 @@ def tune(
         for family in families:
             search = Search(family, space, settings, storage, f"{name}: {family}", seed)
             search.run(scores, trials, batch, advance)
-            found[family] = _chosen(search, budget, shape, parameters, curve)
+            found[family] = _chosen(search, trials, budget, shape, parameters, curve)
     return Tuned(families=found, minimise=minimise, settings=settings)
 
 
@@ -359,13 +359,17 @@ class Search:
             values["fall"] = None
         return Candidate(family=self.family, **values)
 
-    def trials(self) -> tuple[Trial, ...]:
+    def trials(self, most: int) -> tuple[Trial, ...]:
+        """The first `most` that were finished: machines that share a study may finish more."""
         from optuna.trial import FixedTrial
 
+        known = self.study.get_trials(deepcopy=False)
+        done = [t for t in known if t.state.is_finished() and t.params]
+        done.sort(key=lambda t: (t.datetime_complete, t.number))
+        kept = sorted(done[:most], key=lambda t: t.number)
         return tuple(
             Trial(candidate=self.candidate(FixedTrial(trial.params)), score=trial.value)
-            for trial in self.study.get_trials(deepcopy=False)
-            if trial.state.is_finished()
+            for trial in kept
         )
 
 
@@ -439,12 +443,13 @@ def _score(outcomes: Sequence[Outcome], minimise: str) -> float | None:
 
 def _chosen(
     search: Search,
+    trials: int,
     budget: Budget,
     shape: Shape,
     parameters: int,
     influence: Callable[[int], Vector] | None,
 ) -> Chosen:
-    done = search.trials()
+    done = search.trials(trials)
     sound = [trial for trial in done if trial.score is not None]
     if not sound:
         raise InputError(
