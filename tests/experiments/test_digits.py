@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -98,27 +102,80 @@ def test_no_folder() -> None:
         data.load("/nowhere/at/all")
 
 
-def test_fetching_takes_the_first_sound_mirror_and_then_none(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """file:// mirrors: one with a broken file, one sound; the second time nothing is fetched."""
-    sound, broken, cache = (tmp_path / n for n in ("sound", "broken", "cache"))
-    sound.mkdir()
-    broken.mkdir()
+@pytest.fixture
+def zipped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The four files as mirrors have them; what was fetched is not read as a whole MNIST."""
+    place = tmp_path / "zipped"
+    place.mkdir()
     for file in digits._FILES.values():
         held = next(p for p in (folder / file.stem, folder / f"{file.stem}.gz") if p.exists())
         content = held.read_bytes()
-        zipped = content if held.suffix == ".gz" else gzip.compress(content)
-        (sound / f"{file.stem}.gz").write_bytes(zipped)
-        (broken / f"{file.stem}.gz").write_bytes(zipped[:-9])
+        whole = content if held.suffix == ".gz" else gzip.compress(content)
+        (place / f"{file.stem}.gz").write_bytes(whole)
     monkeypatch.setattr(digits, "from_folder", lambda place: Path(place))
-    urls = (f"{broken.as_uri()}/", f"{sound.as_uri()}/")
-    digits.fetch(cache, mirrors=urls)
-    assert sorted(p.name for p in cache.iterdir()) == sorted(p.name for p in sound.iterdir())
+    return place
+
+
+class Mirrors(BaseHTTPRequestHandler):
+    """/sound/ gives the files; the others answer as bad mirrors do."""
+
+    files: Path
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        kind, name = self.path.strip("/").split("/")
+        content = (self.files / name).read_bytes()
+        if kind == "missing":
+            self.send_error(404)
+        elif kind == "garbage":
+            self.wfile.write(b"what is HTTP\r\n\r\n")
+        elif kind == "page":
+            self.answer(b"<html>please log in</html>", 26)
+        else:
+            self.answer(content[:-9] if kind == "cut" else content, len(content))
+
+    def answer(self, content: bytes, length: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Quietly."""
+
+
+@pytest.fixture
+def server(zipped: Path) -> Iterator[str]:
+    handler = type("Here", (Mirrors,), {"files": zipped, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def test_fetching_takes_the_first_sound_mirror_and_then_none(
+    server: str, zipped: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    kinds = ("missing", "garbage", "page", "cut", "sound")
+    digits.fetch(cache, mirrors=tuple(f"{server}/{kind}/" for kind in kinds))
+    for path in zipped.iterdir():
+        assert (cache / path.name).read_bytes() == path.read_bytes()
+    assert len(list(cache.iterdir())) == 4
     digits.fetch(cache, mirrors=())
-    with pytest.raises(InputError, match="Without a network"):
-        digits.fetch(tmp_path / "other", mirrors=urls[:1])
+
+
+@pytest.mark.parametrize("kind", ["missing", "garbage", "page", "cut"])
+def test_a_bad_mirror_leaves_nothing_behind(server: str, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(InputError, match=r"127\.0\.0\.1.*Without a network"):
+        digits.fetch(tmp_path / "other", mirrors=(f"{server}/{kind}/",))
     assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_no_network(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Without a network"):
+        digits.fetch(tmp_path / "other", mirrors=("http://127.0.0.1:9/",))
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import gzip
 import hashlib
 import os
 import tempfile
-import urllib.error
 import urllib.request
 import zlib
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +217,7 @@ def _download(place: Path, file: _File, mirrors: tuple[str, ...], timeout: float
             with urllib.request.urlopen(url, timeout=timeout) as answer:
                 content = answer.read(64 * 1024 * 1024)
             _parse(content, file, source=url)
-        except (OSError, urllib.error.URLError, InputError) as error:
+        except (OSError, HTTPException, InputError) as error:
             reasons.append(f"{url}: {error}")
             continue
         _keep(place / f"{file.stem}.gz", content)

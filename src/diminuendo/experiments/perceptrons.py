@@ -172,10 +172,11 @@ class Perceptrons(Batch):
         self._rooms: list[_Room] = []
 
     def each(self, rows: slice, call: Callable[[slice, slice], Result]) -> list[Result]:
-        """Pieces of at most `together` rows, about equal, side by side."""
+        """Pieces of at most `together` rows, about equal: side by side on a CPU."""
         count = rows.stop - rows.start
         number = -(-count // self.together)
-        if number > 1:
+        side = number > 1 and not self.like.is_cuda
+        if side:
             threads = torch.get_num_threads()
             number = min(count, -(-number // threads) * threads)
         ends = [count * i // number for i in range(number + 1)]
@@ -184,7 +185,7 @@ class Perceptrons(Batch):
             start, stop = ends[i], ends[i + 1]
             return call(slice(rows.start + start, rows.start + stop), slice(start, stop))
 
-        return side_by_side(one, number)
+        return side_by_side(one, number) if side else [one(i) for i in range(number)]
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -291,7 +291,8 @@ class Study:
         """As many replicas as the memory is meant for, the groups about equal."""
         together, _ = self.piece(replicas)
         state = STATE_BYTES // (5 * self.parameters * self.like.element_size())
-        pieces = 2 * torch.get_num_threads() if self.device.type == "cpu" else 1
+        split = self.device.type == "cpu" and layers_of(self.template) is not None
+        pieces = 2 * torch.get_num_threads() if split else 1
         most = max(1, min(pieces * together, state))
         return math.ceil(max(1, replicas) / math.ceil(max(1, replicas) / most))
 

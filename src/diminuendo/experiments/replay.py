@@ -25,8 +25,9 @@ class Replayed:
         self._rows: slice | None = None
         self._graph: Any = None
         self._held: list[Tensor] = []
-        can = isinstance(batch, Perceptrons) and batch.state[0].is_cuda
-        self._scale = batch.state[0].new_empty(len(batch.state[0])) if can else None
+        first = batch.state[0]
+        can = isinstance(batch, Perceptrons) and first.is_cuda and batch.together >= len(first)
+        self._scale = first.new_empty(len(first)) if can else None
 
     def step(self, rows: slice, start: Start, update: Update, to_come: int) -> None:
         """`Batch.step`; `to_come` is for how many steps, this one included, the rows stay."""
@@ -47,8 +48,9 @@ class Replayed:
         assert isinstance(self.batch, Perceptrons)
         self._graph, self._rows = torch.cuda.CUDAGraph(), rows
         self._held = self.batch.buffers
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        before = torch.cuda.current_stream()
+        device = self.batch.state[0].device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        before = torch.cuda.current_stream(device)
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             self._graph.capture_begin()
