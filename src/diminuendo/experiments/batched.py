@@ -78,6 +78,8 @@ class Update:
 class Batch(ABC):
     """The stacked state of K replicas; rows of it take steps, are assessed, copied and read."""
 
+    loss: Loss
+
     def __init__(self, state: Sequence[Tensor], parameters: int, block: int) -> None:
         self.state, self.parameters, self.block = list(state), parameters, block
         self.sums = [part.new_zeros(part.shape) for part in self.state]
