@@ -152,8 +152,7 @@ class Perceptrons(Batch):
         piece: tuple[int, int],
         like: Tensor,
     ) -> None:
-        if like.device.type == "cpu":
-            keep_freed()
+        keep_freed()
         self.layers, self.loss, self.like = tuple(layers), loss, like
         self.rises = [layer.fan_in + (i == 0) <= layer.fan_out for i, layer in enumerate(layers)]
         stored = []

@@ -338,7 +338,7 @@ def flat_parameters(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
 
 
-def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Tensor:
+def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
     """`initialise` for many seeds, as rows of flat parameters.
 
     Linear layers as PyTorch initialises them are filled straight from the generators, in threads;
@@ -346,7 +346,7 @@ def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Te
     """
     template = initialise(model, seeds[0])
     first = flat_parameters(template)
-    rows = torch.empty(len(seeds), len(first), dtype=first.dtype, pin_memory=pinned)
+    rows = first.new_empty(len(seeds), len(first))
     layers = layers_of(template)
     if layers is not None:
         bounds = _default_bounds(layers)
@@ -360,7 +360,7 @@ def initial_rows(model: Model, seeds: Sequence[int], pinned: bool = False) -> Te
 
         default(0)
         if torch.equal(rows[0], first):
-            side_by_side(default, len(seeds), most=4)  # more of them wait for each other
+            side_by_side(default, len(seeds))
             return rows
     for row, seed in enumerate(seeds):
         rows[row] = flat_parameters(initialise(model, seed))
@@ -465,9 +465,8 @@ class _Group:
         self.study, self.replicas, self.keep = study, replicas, keep
         count = len(replicas)
         self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, count)
-        seeds, cuda = [replica.seed for replica in replicas], study.device.type == "cuda"
-        starts = initial_rows(study.model, seeds, pinned=cuda)
-        self.batch.write(starts.to(study.device, non_blocking=True))
+        starts = initial_rows(study.model, [replica.seed for replica in replicas])
+        self.batch.write(starts.to(study.device))
         chosen = [replica.data for replica in replicas]
         self.data = self.batch.data(study.x, study.y, chosen)
         self.tests = {

@@ -19,14 +19,12 @@ import torch
 Result = TypeVar("Result")
 
 
-def side_by_side(
-    call: Callable[[int], Result], count: int, most: int | None = None
-) -> list[Result]:
-    """[call(0), …, call(count − 1)], by as many threads as torch has, or `most`.
+def side_by_side(call: Callable[[int], Result], count: int) -> list[Result]:
+    """[call(0), …, call(count − 1)], by as many threads as torch has.
 
     A single piece of work is done where it is asked for, with all of torch's threads.
     """
-    threads = min(torch.get_num_threads(), count, most or count)
+    threads = min(torch.get_num_threads(), count)
     if threads < 2:
         return [call(i) for i in range(count)]
     results: list[Result | None] = [None] * count
