@@ -323,9 +323,8 @@ def _branches(
     batch = study.batch(count, size)
     data = batch.data(study.x, study.y, [0] * count)
     seeds = [Seeds.make(run.seed) for run in runs]
-    batch.write(
-        initial_rows(study.model, [run.seed for run in runs]).to(study.device).repeat(count // R, 1)
-    )
+    starts = initial_rows(study.model, [run.seed for run in runs], study.device)
+    batch.write(starts.repeat(count // R, 1))
     settings = Settings(runs, data.examples, like)
     base, extra = (Noise(seeds, study.parameters, like) for _ in range(2))
     active = R

@@ -338,45 +338,43 @@ def flat_parameters(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
 
 
-def initial_rows(model: Model, seeds: Sequence[int]) -> Tensor:
+def initial_rows(model: Model, seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """`initialise` for many seeds, as rows of flat parameters.
 
-    Linear layers as PyTorch initialises them are filled straight from the generators, in threads;
-    that this is what the model does is checked, number by number, on the first seed.
+    Linear layers as PyTorch initialises them are filled straight from the generators, in threads,
+    and stretched on the device; that this is what the model does is checked on the first seed.
     """
     template = initialise(model, seeds[0])
-    first = flat_parameters(template)
-    rows = first.new_empty(len(seeds), len(first))
-    layers = layers_of(template)
+    first, layers = flat_parameters(template), layers_of(template)
     if layers is not None:
-        bounds = _default_bounds(layers)
-        parts = [part.unbind() for part in torch.split(rows, [n for n, _ in bounds], 1)]
-        numbers = [Seeds.make(seed).number("initialisation", 0) for seed in seeds]
+        bounds = _default_bounds(layers).to(device).double()
+        drawn, here = torch.empty(len(seeds), len(first)), torch.device(device).type == "cpu"
 
-        def default(row: int) -> None:
-            generator = torch.Generator().manual_seed(numbers[row])
-            for part, (_, bound) in zip(parts, bounds, strict=True):
-                part[row].uniform_(-bound, bound, generator=generator)
+        def stretched(unit: Tensor) -> Tensor:
+            return unit.double().mul_(2 * bounds).sub_(bounds).float()
 
-        default(0)
-        if torch.equal(rows[0], first):
-            side_by_side(default, len(seeds))
+        def draw_row(row: int) -> None:
+            number = Seeds.make(seeds[row]).number("initialisation", 0)
+            own = drawn[row].uniform_(generator=torch.Generator().manual_seed(number))
+            if here:
+                own.copy_(stretched(own))
+
+        side_by_side(draw_row, len(seeds))
+        rows = (drawn if here else stretched(drawn.to(device))).to(first.dtype)
+        if torch.equal(rows[0].cpu(), first):
             return rows
-    for row, seed in enumerate(seeds):
-        rows[row] = flat_parameters(initialise(model, seed))
-    return rows
+    return torch.stack([flat_parameters(initialise(model, seed)) for seed in seeds]).to(device)
 
 
-def _default_bounds(layers: Sequence[Layer]) -> list[tuple[int, float]]:
-    """How many numbers PyTorch draws at a time for linear layers, and between which ±bounds."""
-    bounds = []
+def _default_bounds(layers: Sequence[Layer]) -> Tensor:
+    """Between which ±bounds PyTorch draws each parameter of linear layers, in their order."""
     gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+    bounds = []
     for layer in layers:
         spread = math.sqrt(3) * (gain / math.sqrt(layer.fan_in))
-        bounds.append((layer.fan_in * layer.fan_out, spread))
-        if layer.bias:
-            bounds.append((layer.fan_out, 1 / math.sqrt(layer.fan_in)))
-    return bounds
+        bounds.append(torch.full((layer.fan_in * layer.fan_out,), spread))
+        bounds.append(torch.full((layer.fan_out * layer.bias,), 1 / math.sqrt(layer.fan_in)))
+    return torch.cat(bounds)
 
 
 class Noise:
@@ -465,8 +463,8 @@ class _Group:
         self.study, self.replicas, self.keep = study, replicas, keep
         count = len(replicas)
         self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, count)
-        starts = initial_rows(study.model, [replica.seed for replica in replicas])
-        self.batch.write(starts.to(study.device))
+        seeds = [replica.seed for replica in replicas]
+        self.batch.write(initial_rows(study.model, seeds, study.device))
         chosen = [replica.data for replica in replicas]
         self.data = self.batch.data(study.x, study.y, chosen)
         self.tests = {
