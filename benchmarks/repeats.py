@@ -163,11 +163,12 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--at-once", type=int)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="on a CPU; beside a GPU, all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     device = options.device
+    if device == "cpu":
+        torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(EXAMPLES, INPUTS, generator=generator)
     y = torch.randint(0, CLASSES, (EXAMPLES,), generator=generator)

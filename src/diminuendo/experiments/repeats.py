@@ -347,17 +347,20 @@ def initial_rows(model: Model, seeds: Sequence[int], device: torch.device | str 
     template = initialise(model, seeds[0])
     first, layers = flat_parameters(template), layers_of(template)
     if layers is not None:
-        bounds = _default_bounds(layers).to(device).double()
+        bounds = _default_bounds(layers, device)
         drawn, here = torch.empty(len(seeds), len(first)), torch.device(device).type == "cpu"
+        generators = [
+            torch.Generator().manual_seed(Seeds.make(seed).number("initialisation", 0))
+            for seed in seeds
+        ]
 
         def stretched(unit: Tensor) -> Tensor:
             return unit.double().mul_(2 * bounds).sub_(bounds).float()
 
-        def draw_row(row: int) -> None:
-            number = Seeds.make(seeds[row]).number("initialisation", 0)
-            own = drawn[row].uniform_(generator=torch.Generator().manual_seed(number))
+        def draw_row(row: int, own: Sequence[Tensor] = drawn.unbind()) -> None:
+            own[row].uniform_(generator=generators[row])
             if here:
-                own.copy_(stretched(own))
+                own[row].copy_(stretched(own[row]))
 
         side_by_side(draw_row, len(seeds))
         rows = (drawn if here else stretched(drawn.to(device))).to(first.dtype)
@@ -366,15 +369,16 @@ def initial_rows(model: Model, seeds: Sequence[int], device: torch.device | str 
     return torch.stack([flat_parameters(initialise(model, seed)) for seed in seeds]).to(device)
 
 
-def _default_bounds(layers: Sequence[Layer]) -> Tensor:
+def _default_bounds(layers: Sequence[Layer], device: torch.device | str) -> Tensor:
     """Between which ±bounds PyTorch draws each parameter of linear layers, in their order."""
     gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
     bounds = []
     for layer in layers:
         spread = math.sqrt(3) * (gain / math.sqrt(layer.fan_in))
-        bounds.append(torch.full((layer.fan_in * layer.fan_out,), spread))
-        bounds.append(torch.full((layer.fan_out * layer.bias,), 1 / math.sqrt(layer.fan_in)))
-    return torch.cat(bounds)
+        bounds.append(torch.full((layer.fan_in * layer.fan_out,), spread, device=device))
+        shift = 1 / math.sqrt(layer.fan_in)
+        bounds.append(torch.full((layer.fan_out * layer.bias,), shift, device=device))
+    return torch.cat(bounds).double()
 
 
 class Noise:
