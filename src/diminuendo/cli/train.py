@@ -310,10 +310,12 @@ def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
         raise InputError("there", name="data.path or data.factory", value=None)
     import numpy as np
 
-    path = folder / section["path"]
+    from diminuendo.training.sampling import as_trained, precision_of
+
+    path, precision = folder / section["path"], precision_of(model)
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return _as_trained(arrays["x"], model), _as_trained(arrays["y"], model)
+            return as_trained(arrays["x"], precision), as_trained(arrays["y"], precision)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             "an .npz file with arrays x and y",
@@ -321,16 +323,6 @@ def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
             value=str(path),
             remedy=f"({error})",
         ) from None
-
-
-def _as_trained(array: Any, model: Any) -> Any:
-    """Fractions in the model's own precision, whole numbers as PyTorch counts."""
-    import torch
-
-    if array.dtype.kind in "iub":
-        return torch.from_numpy(array.astype("int64"))
-    precision = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return torch.as_tensor(array).to(precision)
 
 
 def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> Plan:

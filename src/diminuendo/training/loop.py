@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diminuendo import _validate
-from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.errors import BudgetRefused, DiminuendoError, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import NotedSpending, Spending, from_ledger
@@ -23,6 +23,7 @@ from diminuendo.training.checkpoint import Checkpoint, Identity
 from diminuendo.training.distributed import Group
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.progress import bar, reading
+from diminuendo.training.sampling import precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
 
 Status = Literal["done", "refused", "interrupted"]
@@ -89,6 +90,13 @@ def fit(
                   shows the mean loss of each batch in the bar, and the last one's in the result;
                   the privacy claim does not cover it
     """
+    if not callable(loss):
+        raise InputError(
+            "a function that gives one loss per example",
+            name="loss",
+            value=loss,
+            remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
+        )
     if ledger is not None or budget is not None:
         if seed is not None:
             raise InputError(
@@ -169,6 +177,13 @@ def _move(model: nn.Module, device: torch.device | str) -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, private: PrivateGradients) -> None:
     """Its parameters must be the model's: others would be trained without privacy, or not."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "an optimizer that was made",
+            name="optimizer",
+            value=optimizer,
+            remedy="Write torch.optim.Adam(model.parameters(), lr=0.001), say.",
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
             "one that takes one gradient a step",
@@ -415,6 +430,15 @@ class _Batches:
                 both, again, alone = (
                     self.loss(model(x[:n]), y[:n]).flatten()[:1] for n in (2, 2, 1)
                 )
+        except DiminuendoError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise InputError(
+                "what the model and the loss take",
+                name="the first examples",
+                value=f"x of shape {tuple(x.shape[1:])}, y of shape {tuple(y.shape[1:])}",
+                remedy=f"(x {x.dtype}, y {y.dtype}, the model {precision_of(model)}.) {error}",
+            ) from error
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -7,12 +7,13 @@ accounts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from diminuendo.errors import InputError
@@ -27,22 +28,54 @@ def draw(examples: int, rate: float, seeds: Seeds, step: int) -> Tensor:
     return torch.nonzero(uniform < rate).flatten()
 
 
+def as_trained(part: Any, precision: torch.dtype | None = None) -> Tensor:
+    """A tensor as it is; of an array, fractions in the model's precision, counts as int64."""
+    if isinstance(part, Tensor):
+        return part
+    array = np.asarray(part)
+    if array.dtype.kind in "iub":
+        return torch.from_numpy(array.astype(np.int64))
+    if array.dtype.kind != "f":
+        raise InputError(
+            "numbers",
+            name="the arrays of the dataset",
+            value=str(array.dtype),
+            remedy="Encode names as whole numbers 0, 1, … (labels) or as columns (features).",
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
+        return torch.as_tensor(array).to(precision)  # nobody writes on it
+
+
+def precision_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _parts(data: Any) -> tuple[Any, ...] | None:
+    """The arrays of a dataset that consists of arrays: tensors, numpy's, pandas', lists in a tuple.
+
+    A list is a map-style dataset: it has a length and examples.
+    """
+    if isinstance(data, TensorDataset):
+        return data.tensors
+    if hasattr(data, "__array__"):
+        return (data,)
+    kinds = (list,) if isinstance(data, tuple) else ()
+    whole = isinstance(data, (tuple, list)) and len(data) > 0
+    if whole and all(hasattr(part, "__array__") or isinstance(part, kinds) for part in data):
+        return tuple(data)
+    return None
+
+
 class Source:
     """A dataset as something to index with a tensor of indices: tensors, arrays or map-style."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, precision: torch.dtype | None = None) -> None:
         self._tensors: tuple[Tensor, ...] | None = None
         self._dataset: Dataset[Any] | None = None
-        if isinstance(data, TensorDataset):
-            data = data.tensors
-        if isinstance(data, (Tensor, np.ndarray)):
-            data = (data,)
-        if (
-            isinstance(data, (tuple, list))
-            and data
-            and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
-        ):
-            self._tensors = tuple(torch.as_tensor(part) for part in data)
+        parts = _parts(data)
+        if parts is not None:
+            self._tensors = tuple(as_trained(part, precision) for part in parts)
             lengths = {len(part) for part in self._tensors}
             if len(lengths) > 1:
                 raise InputError(

@@ -165,7 +165,7 @@ class PrivateGradients:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
         """The plan's own sampler, until the plan or the budget ends. An empty draw is a step."""
-        source = sampling.Source(dataset)
+        source = sampling.Source(dataset, sampling.precision_of(self.model))
         if len(source) != self.plan.examples:
             raise InputError(
                 f"the plan's examples ({self.plan.examples})",

@@ -1,0 +1,111 @@
+"""What people give to fit: arrays of all kinds are understood, and the rest is told."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import diminuendo as dim
+from diminuendo.errors import InputError
+from diminuendo.training import PrivateGradients, fit
+
+N, D = 30, 4
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+def make_plan(steps: int) -> dim.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dim.PlanWarning)
+        budget = dim.Budget(epsilon=4, delta=1e-5)
+        return dim.plan(budget, examples=N, parameters=15, steps=steps)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(D, 3)
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(N, D, generator=generator), torch.randint(0, 3, (N,), generator=generator))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Any:
+    settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
+    return fit(model, settings.pop("data"), plan, **settings)
+
+
+X, Y = (part.numpy() for part in make_data())
+
+
+def pandas_frames() -> tuple[Any, Any]:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(X.astype(np.float64)), pandas.Series(Y)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: (X.astype(np.float64), Y.astype(np.int32)),
+        lambda: (X.astype(np.float16).astype(np.float64), Y.astype(np.uint8)),
+        lambda: [X.astype(np.float64), torch.from_numpy(Y)],
+        lambda: (X.tolist(), Y.tolist()),
+        lambda: list(zip(*make_data(), strict=True)),
+        pandas_frames,
+    ],
+)
+def test_arrays_take_the_model_s_precision(given: Any) -> None:
+    model = make_model()
+    assert run(model, make_plan(steps=3), data=given(), seed=1).status == "done"
+    expected = make_model()
+    run(expected, make_plan(steps=3), seed=1)
+    torch.testing.assert_close(weights(model), weights(expected), rtol=1e-2, atol=1e-2)
+
+
+def test_a_model_in_double_precision_gets_doubles() -> None:
+    model = make_model().double()
+    assert run(model, make_plan(steps=3), data=(X, Y)).status == "done"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"data": (X, np.array(list("abc"))[Y])}, "numbers.*Encode"),
+        ({"data": (X, Y.astype(np.float32))}, "first examples.*float32.*Long"),
+        ({"data": (X, Y[:, None])}, r"y of shape \(1,\)"),
+        ({"data": (X, Y + 5)}, "out of bounds"),
+        ({"data": (X[:, :2], Y)}, r"x of shape \(2,\).*multiplied"),
+        ({"data": tuple(part.double() for part in make_data())}, "float64.*model torch.float32"),
+        ({"loss": "cross-entropy"}, 'reduction="none"'),
+        ({"optimizer": torch.optim.Adam}, r"Adam\(model.parameters\(\)"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_before_anything_is_paid(
+    options: dict[str, Any], told: str
+) -> None:
+    model = make_model()
+    before = weights(model)
+    with pytest.raises(InputError, match=re.compile(told, re.DOTALL)):
+        run(model, make_plan(steps=3), **options)
+    assert torch.equal(weights(model), before)
+    assert "forward" not in model.__dict__
+
+
+def test_one_s_own_loop_takes_arrays_too() -> None:
+    model = nn.Linear(D, 3)
+    private = PrivateGradients(model, make_plan(steps=2))
+    shapes = []
+    for x, y in private.batches((X.astype(np.float64), Y)):
+        shapes.append((x.dtype, len(x)))
+        private.backward(LOSS(model(x), y))
+    assert shapes == [(torch.float32, N)] * 2
