@@ -201,3 +201,9 @@ def test_command_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert files == {"plan-uniform.json", "plan-exponential.json", "study.json", "landscape.svg"}
     assert main(given) == 0
     assert "exponential" in capsys.readouterr().out
+    assert main([*given, "-o", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"plan-{told['best']}.json" in said
+    assert "[training] lr = 0.1" in said
+    assert main(given) == 0
+    assert "--output" in capsys.readouterr().out

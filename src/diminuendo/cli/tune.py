@@ -128,6 +128,13 @@ def tune(
             for name, chosen in tuned.families.items()
         ],
     )
+    best = tuned.best
+    if output is None:
+        typer.echo("Nothing was kept: with --output FOLDER it writes the plans.")
+    else:
+        path = (output / f"plan-{best.family}.json").resolve()
+        typer.echo(f'To train by the best: [plan] path = "{path}", [training] lr = {best.lr:.6g}')
+        typer.echo("in the file that `diminuendo train` takes.")
 
 
 def _range(name: str, text: str, *, whole: bool = False) -> Any:
