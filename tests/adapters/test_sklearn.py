@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.exceptions import FitFailedWarning
+from sklearn.exceptions import FitFailedWarning, NotFittedError
 from sklearn.model_selection import GridSearchCV
 
 import diminuendo as dim
@@ -56,3 +56,8 @@ def test_a_grid_search_is_charged_fit_by_fit(tmp_path: Path) -> None:
             many.fit(x, y)
         assert np.isnan(many.cv_results_["mean_test_score"]).any()
         assert 0.95 < ledger.status("b").spent <= 1
+
+
+def test_before_it_was_fitted() -> None:
+    with pytest.raises(NotFittedError):
+        PrivateClassifier(epsilon=1, delta=1e-5).predict(np.zeros((2, 3)))

@@ -134,4 +134,5 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(torch.softmax(torch.as_tensor(self.decision_function(X)), 1).numpy())
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        return np.asarray(self.classes_[self.decision_function(X).argmax(1)])
+        best = self.decision_function(X).argmax(1)
+        return np.asarray(self.classes_[best])
