@@ -7,11 +7,16 @@ A linear map applied to T tokens of example i has the weight gradient ``sum_t u_
 * Gram: ``||G||^2 = sum_{s,t} (u_s . u_t)(v_s . v_t)``, about ``T^2 (r + c)`` multiplications;
 * instantiate G, ``T r c`` multiplications, and keep it: the clipped sum is then ``sum_i c_i G_i``
   and needs no further product over tokens.
+
+By Gram matrices, what is left of terms that cancel is known only to rounding errors of the terms:
+``gamma (sum_t ||u_t|| ||v_t||)^2`` (see :func:`rounding`). That much is added to the squared norm,
+so that an example is never taken to be smaller than it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +82,36 @@ def gram_square_norm(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _gram_block(u: Tensor, v: Tensor) -> Tensor:
-    return torch.bmm(u, u.mT).mul_(torch.bmm(v, v.mT)).sum((1, 2))
+    rows, cols = torch.bmm(u, u.mT), torch.bmm(v, v.mT)
+    largest = (_diagonal(rows) * _diagonal(cols)).sqrt_().sum(1)
+    slack = rounding(u, u.shape[2] + v.shape[2])
+    return rows.mul_(cols).sum((1, 2)).add_(largest.square_(), alpha=slack)
+
+
+def _diagonal(gram: Tensor) -> Tensor:
+    return torch.diagonal(gram, dim1=1, dim2=2)
+
+
+def rounding(like: Tensor, length: int, convolved: bool = False) -> float:
+    """gamma: what sums of ``length`` products of this precision may be off by, relative to the sum
+    of the terms' sizes; twice that, for the clipped sum is rounded too."""
+    exact = torch.finfo(like.dtype).eps / 2
+    return 2 * (exact * (length + 64) + (2 * TF32 if coarse(like, convolved) else 0.0))
+
+
+TF32 = 2.0**-10
+"""What a factor may be off by where a GPU multiplies float32 with ten bits."""
+
+
+def coarse(like: Tensor, convolved: bool = False) -> bool:
+    """Whether a GPU may multiply in TF32."""
+    if not like.is_cuda or like.dtype is not torch.float32:
+        return False
+    cuda: Any = torch.backends.cuda.matmul
+    try:
+        return bool(cuda.allow_tf32 or (convolved and torch.backends.cudnn.allow_tf32))
+    except RuntimeError:  # set by two interfaces at once, of which one may allow it
+        return True
 
 
 def product_square_norm(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -147,6 +181,18 @@ class Factor:
             rows = torch.bmm(self.rows, other.rows.mT)
         return rows.mul_(torch.bmm(self.cols, other.cols.mT)).sum((1, 2))
 
+    @property
+    def largest(self) -> Tensor:
+        """``sum_t ||r_t|| ||c_t||``: what the norm would be if no term cancelled another."""
+        cols: Tensor = torch.linalg.vector_norm(self.cols, dim=2)
+        if self.indexed:
+            return cols.sum(1)
+        return cols.mul_(torch.linalg.vector_norm(self.rows, dim=2)).sum(1)
+
+    @property
+    def width(self) -> int:
+        return self.cols.shape[2] + (0 if self.indexed else self.rows.shape[2])
+
 
 def shared_square_norm(factors: list[Factor]) -> Tensor:
     """``||sum_k G_i^(k)||^2`` of a parameter that several maps share, cross terms included."""
@@ -159,7 +205,9 @@ def shared_square_norm(factors: list[Factor]) -> Tensor:
         factors = [factor for factor in factors if factor.indexed] + [joined]
     if len(factors) == 1 and not factors[0].indexed:
         return product_square_norm(factors[0].rows, factors[0].cols)[0]
-    total = factors[0].inner(factors[0])
+    slack = max(rounding(factor.cols, factor.width) for factor in factors)
+    largest = sum([factor.largest for factor in factors[1:]], factors[0].largest)
+    total = factors[0].inner(factors[0]).add_(largest.square_(), alpha=slack)
     for position, factor in enumerate(factors[1:], 1):
         total = total + factor.inner(factor)
         for earlier in factors[:position]:

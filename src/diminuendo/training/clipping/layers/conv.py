@@ -12,6 +12,7 @@ scaled by ``c_i``: one kernel, no unfolding. The norms come from one of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from diminuendo.training.clipping.contract import (
     Factor,
     gram_square_norm,
+    rounding,
     row_norm,
     spread,
     upcast,
@@ -167,7 +169,9 @@ class ConvPiece(Piece):
                 rows = torch.bmm(grads.flatten(2), self._unfolded(x).mT)
             else:
                 rows = self._grouped(grads, x, shape)
-            parts.append(row_norm(rows))
+            largest = row_norm(grads) * row_norm(x) * math.sqrt(shape[2:].numel())
+            slack = rounding(grads, grads.shape[2:].numel(), True)  # the sum is rounded otherwise
+            parts.append(row_norm(rows).add_(largest, alpha=slack))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _per_example_weight(self) -> Tensor:

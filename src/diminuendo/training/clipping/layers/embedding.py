@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.contract import Factor, row_norm, spread, upcast
+from diminuendo.training.clipping.contract import (
+    Factor,
+    row_norm,
+    shared_square_norm,
+    spread,
+    upcast,
+)
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
 
@@ -52,7 +58,7 @@ class EmbeddingPiece(Piece):
         factor = self.factor(weight)
         if factor.rows.shape[1] == 1:
             return [Report(id(weight), Kind.NORM, row_norm(factor.cols))]
-        return [Report(id(weight), Kind.SQUARE, factor.inner(factor))]
+        return [Report(id(weight), Kind.SQUARE, shared_square_norm([factor]))]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
         assert self.grads is not None
