@@ -10,10 +10,11 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
-from diminuendo.spending import AdaptiveSpending
+from diminuendo.spending import AdaptiveSpending, PlanSpending
 from diminuendo.training import Flat, PrivateGradients, fit
 from diminuendo.training.distributed import Group
 from diminuendo.training.seeds import Seeds
+from diminuendo.training.step import Released
 
 N, D = 40, 5
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -240,3 +241,158 @@ def test_a_clip_that_fails_costs_nothing() -> None:
     with pytest.raises(dim.InputError, match="clip"):
         private.backward(LOSS(model(x), y))
     assert private.charged == private.spending.steps == 0
+
+
+def test_a_loss_that_takes_on_parameters_later_gets_no_plain_gradient() -> None:
+    model, data = make_model(), make_data()
+    private = PrivateGradients(model, make_plan())
+    scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    for step, (x, y) in enumerate(private.batches(data)):
+        outputs = model(x)
+        if step < 2:
+            private.backward(LOSS(outputs, y))
+            continue
+        with pytest.raises(dim.InputError, match="part of the model"):
+            private.backward(LOSS(outputs * scale, y))
+        break
+    assert scale.grad is None
+    assert private.spending.steps == 2
+
+
+class Rebinds(nn.Module):
+    """The usual way to write a running mean: the buffer becomes another tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(D, 3).double()
+        self.register_buffer("mean", torch.zeros(D, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.frozen = nn.Parameter(torch.zeros(D, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            if self.kind == "rebound":
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+            elif self.kind == "new":
+                self.register_buffer("late", x.mean(0).detach())
+            elif self.kind == "counted":
+                self.count += (x > 0).sum().item()
+            elif self.kind == "frozen":
+                with torch.no_grad():
+                    self.frozen.copy_(x.mean(0))
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["rebound", "new", "counted", "frozen"])
+@pytest.mark.parametrize("own", [False, True])
+def test_no_statistic_gets_into_the_state(kind: str, own: bool) -> None:
+    model, data = Rebinds(kind), make_data()
+    private = PrivateGradients(model, make_plan())
+    x, y = data if own else next(private.batches(data))
+    losses = LOSS(model(x), y)
+    with pytest.raises(dim.InputError, match="left alone"):
+        private.backward(losses)
+    assert private.spending.steps == 0
+
+
+def test_changes_of_one_s_own_between_steps_are_fine() -> None:
+    model, data = Rebinds("none"), make_data()
+    private = PrivateGradients(model, make_plan())
+    for x, y in private.batches(data):
+        private.backward(LOSS(model(x), y))
+        model.mean = model.linear.weight.detach().mean(0)
+    assert private.spending.steps == 6
+
+
+class Fragile(PlanSpending):
+    """Its database is away once."""
+
+    away = True
+
+    def request(self, event: dim.GaussianStep) -> None:
+        if self.away and self.steps == 1:
+            self.away = False
+            raise OSError("the database is locked")
+        super().request(event)
+
+
+def test_a_batch_is_charged_at_the_rate_it_was_drawn_at() -> None:
+    """A request that failed, caught: the next batch belongs to the step after, and is refused."""
+    rates = [0.2, 0.4, 0.9, 0.9, 0.9, 0.9]
+    plan = make_plan(sampling_rate=rates, schedule="uniform")
+    model = make_model()
+    private = PrivateGradients(model, plan, spending=Fragile(plan))
+    drawn = private.batches(make_data())
+    x, y = next(drawn)
+    private.backward(LOSS(model(x), y))
+    x, y = next(drawn)
+    losses = LOSS(model(x), y)
+    with pytest.raises(OSError, match="locked"):
+        private.backward(losses)
+    with pytest.raises(dim.InputError, match="of step 2"):
+        next(drawn)
+    for x, y in private.batches(make_data()):
+        private.backward(LOSS(model(x), y))
+    assert [event.sampling_rate for event in private.spending.granted] == [0.2, 0.4, 0.9]
+
+
+class BatchwiseWhileTraining(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_mixing_only_while_training_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(D, 7), BatchwiseWhileTraining(), nn.Linear(7, 3)).double()
+    with pytest.raises(dim.InputError, match="alone and beside another"):
+        fit(model, make_data(), make_plan(), loss=LOSS, lr=0.1, progress=False)
+
+
+def test_a_policy_sees_what_was_released_even_if_somebody_wrote_on_it() -> None:
+    seen: list[float] = []
+
+    def policy(released: Released) -> float:
+        seen.append(sum(float(part.abs().sum()) for part in released.gradients))
+        return 20.0
+
+    spending = AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=4, delta=1e-5)))
+    model = make_model()
+    private = PrivateGradients(model, make_plan(), spending=spending, policy=policy)
+    for step, (x, y) in enumerate(private.batches(make_data())):
+        private.backward(LOSS(model(x), y))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        if step == 2:
+            break
+    assert seen[0] == 0
+    assert all(value > 0 for value in seen[1:])
+
+
+def test_schedulers_that_would_fail_after_the_first_step() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    steps = torch.optim.lr_scheduler.StepLR
+    for scheduler, said in (
+        (plateau, "needs no loss"),
+        (steps, "made for the optimizer"),
+        (steps(other, 3), "made for the optimizer"),
+    ):
+        with pytest.raises(dim.InputError, match=said):
+            fit(
+                model,
+                make_data(),
+                make_plan(),
+                loss=LOSS,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                progress=False,
+            )
+
+
+def test_two_precisions_in_one_model_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(D, 7).double(), nn.Linear(7, 3).float())
+    with pytest.raises(ValueError, match=r"model\.float\(\)"):
+        PrivateGradients(model, make_plan())

@@ -90,6 +90,9 @@ def fit(
                   shows the mean loss of each batch in the bar, and the last one's in the result;
                   the privacy claim does not cover it
     """
+    for name, value, kind in (("model", model, nn.Module), ("plan", plan, Plan)):
+        if not isinstance(value, kind):
+            raise InputError(f"a {kind.__name__}", name=name, value=value)
     if not callable(loss):
         raise InputError(
             "a function that gives one loss per example",
@@ -125,6 +128,7 @@ def fit(
             beta=plan.momentum or 0.0,
         )
         _check_optimizer(steps_by, private)
+        _check_scheduler(lr_scheduler, steps_by)
         every = _validate.count("checkpoint_every", checkpoint_every)
         checkpoint = _checkpoint(folder, private)
         run = _Run(private, steps_by, lr_scheduler, checkpoint, every)
@@ -199,6 +203,25 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, private: PrivateGradients
             name="optimizer",
             value=type(optimizer).__name__,
             remedy="Parameters outside the model get no private gradient: make them part of it.",
+        )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What would fail, or do nothing, after the first step was paid."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InputError(
+            "one that needs no loss",
+            name="lr_scheduler",
+            value="ReduceLROnPlateau",
+            remedy="The training loss is not released; take a scheduler that counts steps.",
+        )
+    if getattr(scheduler, "optimizer", None) is not optimizer:
+        raise InputError(
+            "a scheduler that was made for the optimizer that is given",
+            name="lr_scheduler",
+            value=scheduler,
         )
 
 
@@ -419,17 +442,16 @@ class _Batches:
     def _refuse_mixing(self, x: Tensor, y: Tensor) -> None:
         """An example's loss must be the same alone and in company, or clipping bounds nothing.
 
-        Asked in eval mode, where there is no dropout; a model that is random even then is let be.
+        Asked in both modes; a model that is random in one of them (by dropout) is let be there.
         """
         model = self.private.engine.model  # not what torch.compile made of it
         modes = [(module, module.training) for module in model.modules()]
         devices = [x.device] if x.device.type == "cuda" else []
         try:
-            model.eval()
             with torch.random.fork_rng(devices):
-                both, again, alone = (
-                    self.loss(model(x[:n]), y[:n]).flatten()[:1] for n in (2, 2, 1)
-                )
+                self._compare(model, x, y)
+                model.eval()
+                self._compare(model, x, y)
         except DiminuendoError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -442,6 +464,9 @@ class _Batches:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _compare(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        both, again, alone = (self.loss(model(x[:n]), y[:n]).flatten()[:1] for n in (2, 2, 1))
         certain = torch.equal(both, again) and bool(torch.isfinite(alone).all())
         if certain and not torch.allclose(both, alone, rtol=1e-2, atol=1e-3):
             raise InputError(

@@ -46,8 +46,9 @@ Policy = Callable[[Released], float]
 
 
 class _Part(NamedTuple):
-    """A micro-batch's place in its logical batch, and its size."""
+    """A micro-batch's step, its place in the logical batch, and its size."""
 
+    step: int
     first: bool
     last: bool
     size: int
@@ -131,9 +132,7 @@ class PrivateGradients:
         self.granted: Callable[[GaussianStep], None] | None = None
         """Called with every event that was granted, before anything of the step is released."""
         self._covered = {id(parameter) for parameter in self.engine.parameters}
-        self._looked_for_others = False
-        self._kept = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self._buffers: list[tuple[Tensor, int]] = []
+        self._untrained = self._all_untrained()
 
     def close(self) -> None:
         """Detach from the model: its layers get their own forward back."""
@@ -186,8 +185,15 @@ class PrivateGradients:
             part = parts.popleft()
             if part.first and not self._may_go_on():
                 return
+            if part.first and part.step != self.step:
+                raise InputError(
+                    f"of step {self.step + 1}, which has not been taken",
+                    name="the batch",
+                    value=f"of step {part.step + 1}",
+                    remedy="Call private.batches again: it goes on where the steps are.",
+                )
             self._part = part
-            self._buffers = [(buffer, buffer._version) for buffer in self._kept]
+            self._untrained = self._all_untrained()
             yield batch
             if self._part is not None:
                 raise InputError(
@@ -203,7 +209,7 @@ class PrivateGradients:
             drawn = sampling.draw(self.plan.examples, self._rate(step), self.seeds, step)
             pieces = sampling.chunks(self.group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(_Part(i == 0, i == len(pieces) - 1, len(piece)))
+                parts.append(_Part(step, i == 0, i == len(pieces) - 1, len(piece)))
                 yield piece
             step += 1
 
@@ -275,16 +281,29 @@ class PrivateGradients:
                         remedy="Its gradient would not be private: close() this one and make "
                         "another.",
                     )
-        if any(buffer._version != version for buffer, version in self._buffers):
+        now = self._all_untrained()
+        if len(now) != len(self._untrained) or any(
+            part is not old or version != known
+            for (part, version), (old, known) in zip(now, self._untrained, strict=True)
+        ):
             raise InputError(
                 "left alone by the forward pass",
-                name="the model's buffers",
+                name="the model's buffers and frozen parameters",
                 value="changed",
-                remedy="A running statistic of the data is a release that nobody pays for.",
+                remedy="A running statistic of the data is a release that nobody pays for. "
+                "Changes of your own belong before the batch is drawn.",
             )
-        if not self._looked_for_others:
-            _refuse_other_leaves(losses, self._covered)
-            self._looked_for_others = True
+        _refuse_other_leaves(losses, self._covered)
+
+    def _all_untrained(self) -> list[tuple[Tensor, int]]:
+        """Whatever the model holds beside trained parameters, with versions."""
+        return [
+            (part, part._version)
+            for module in self.model.modules()
+            for parts in (module._buffers, module._parameters)
+            for part in parts.values()
+            if part is not None and not part.requires_grad
+        ]
 
     def _request(self) -> None:
         """The budget request: refused, it raises BudgetRefused and nothing has changed."""
@@ -327,11 +346,13 @@ class PrivateGradients:
         assert step.flat is not None
         assert step.sums is not None
         self.group.sum(step.flat)
-        self.released = tuple(step.sums)
+        kept = step.sums if self.policy is None else [part.clone() for part in step.sums]
+        self.released = tuple(kept)  # a policy sees them even if an optimiser writes on p.grad
         for parameter, gradient in zip(self.engine.parameters, step.sums, strict=True):
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
+        self._untrained = self._all_untrained()
 
     def skip(self, events: Iterable[GaussianStep]) -> None:
         """Single steps that may have been released before a crash: spent, not taken again."""
@@ -351,7 +372,7 @@ class PrivateGradients:
                 remedy="The claim is for the plan's own sampler; only a full batch may come from "
                 "elsewhere, and only in a single process.",
             )
-        return _Part(first=True, last=True, size=len(losses))
+        return _Part(self.step, first=True, last=True, size=len(losses))
 
 
 def _refuse_other_leaves(losses: Tensor, covered: set[int]) -> None:

@@ -112,6 +112,11 @@ class Engine:
             if forward is not None:
                 plan.append((module, forward))
                 self._group(module)
+        if {torch.float32, torch.float64} <= {param.dtype for _, param in named}:
+            raise EngineError(
+                "the model has trainable parameters of float32 and of float64; convert it to one "
+                "of them: model.float() or model.double()"
+            )
         for module, forward in plan:
             self._installed.append((module, module.__dict__.get("forward")))
             patched = _outside_graphs(forward)
