@@ -16,6 +16,7 @@ import diminuendo as dim
 from diminuendo.errors import InputError
 from diminuendo.experiments import auxiliary, tuning
 from diminuendo.experiments.auxiliary import Shape
+from diminuendo.experiments.measuring import MeasuredInfluence
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.tuning import Space
 
@@ -50,6 +51,30 @@ def test_every_family_gets_the_same_effort_and_a_plan_on_the_budget() -> None:
     assert tuned.best.score == min(c.score for c in tuned.families.values())
     assert json.loads(json.dumps(tuned.to_dict()))["best"] == tuned.best.family
     assert len(tuned.points()) == 20
+
+
+def privately_measured(source: Any = "private") -> MeasuredInfluence:
+    estimates = np.array([[0.4, 0.6, 1.0], [0.5, 0.7, 1.1]])
+    return MeasuredInfluence(np.array([1, 3, 5]), estimates, 5, 0.95, source)
+
+
+@pytest.mark.parametrize("source", ["private", "auxiliary"])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_an_influence_that_is_not_private_is_said_wherever_it_went(
+    source: str, fixed: bool
+) -> None:
+    measured = privately_measured(source)
+    tuned = tune(
+        families=("optimal",),
+        influence=measured.curve() if fixed else measured.curve,
+        space=Space(steps=5, lr=(0.1, 0.2)) if fixed else Space(steps=(3, 9)),
+        trials=2,
+    )
+    marked = "NOT private" in " ".join(tuned.best.plan.assumptions)
+    told = tuned.to_dict()
+    assert marked == (source == "private")
+    assert ("NOT private" in (told["warning"] or "")) == marked
+    assert ("NOT private" in " ".join(told["families"]["optimal"]["assumptions"])) == marked
 
 
 def test_the_plan_s_noise_is_what_was_trained_with() -> None:

@@ -29,6 +29,7 @@ from diminuendo.experiments import auxiliary as made
 from diminuendo.experiments.auxiliary import Labelled, Shape
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.repeats import Model, Outcome, Replica, bar, initialise, train
+from diminuendo.influence.measured import mark, said_of
 from diminuendo.planning import SCHEDULES, Plan, PlanWarning, plan
 from diminuendo.report.figures import Point
 
@@ -140,6 +141,8 @@ class Tuned:
     families: Mapping[str, Chosen]
     minimise: str
     settings: Mapping[str, Any]
+    warning: str | None = None
+    """What the influence was measured on, where that was private data."""
 
     @property
     def best(self) -> Chosen:
@@ -159,9 +162,10 @@ class Tuned:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the σ_t: public facts about public data."""
+        """Everything but the σ_t: public facts about public data, unless `warning` says other."""
         return {
             "best": self.best.family,
+            "warning": self.warning,
             "minimise": self.minimise,
             "settings": dict(self.settings),
             "families": {
@@ -170,6 +174,7 @@ class Tuned:
                     "lr": chosen.lr,
                     **{k: v for k, v in asdict(chosen.candidate).items() if k != "lr"},
                     "plan": chosen.plan.digest,
+                    "assumptions": list(chosen.plan.assumptions),
                     "trials": [
                         {**asdict(trial.candidate), "score": trial.score} for trial in chosen.trials
                     ],
@@ -279,7 +284,12 @@ def tune(
             search = Search(family, space, settings, storage, f"{name}: {family}", seed)
             search.run(scores, trials, batch, advance)
             found[family] = _chosen(search, trials, budget, shape, parameters, curve)
-    return Tuned(families=found, minimise=minimise, settings=settings)
+    return Tuned(
+        families=found,
+        minimise=minimise,
+        settings=settings,
+        warning=None if curve is None else said_of(curve(found["optimal"].candidate.steps)),
+    )
 
 
 class Search:
@@ -515,7 +525,7 @@ def _curve(
         )
     if callable(influence):
         return influence
-    values = _validate.vector("influence", influence)
+    values = mark(_validate.vector("influence", influence), said_of(influence))
     if space.steps != values.size:
         raise InputError(
             f"the length of the influence curve ({values.size})",
