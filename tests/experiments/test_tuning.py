@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import InputError
@@ -51,6 +52,11 @@ def test_every_family_gets_the_same_effort_and_a_plan_on_the_budget() -> None:
     assert tuned.best.score == min(c.score for c in tuned.families.values())
     assert json.loads(json.dumps(tuned.to_dict()))["best"] == tuned.best.family
     assert len(tuned.points()) == 20
+
+
+def smooth() -> nn.Module:
+    """Of the parameters of SMALL's network."""
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def privately_measured(source: Any = "private") -> MeasuredInfluence:
@@ -157,6 +163,7 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
         ({"space": Space(steps=(3, 8))}, "space"),
         ({"repeats": 3}, "repeats"),
         ({"model": TwoLayers(5, 7, 2)}, "parameters"),
+        ({"model": smooth}, "others: model"),
         ({"auxiliary": "random"}, "labels"),
     ],
 )

@@ -27,6 +27,7 @@ from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.experiments import auxiliary as made
 from diminuendo.experiments.auxiliary import Labelled, Shape
+from diminuendo.experiments.identity import identity
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.repeats import Model, Outcome, Replica, bar, initialise, train
 from diminuendo.influence.measured import mark, said_of
@@ -237,7 +238,8 @@ def tune(
     curve = _curve(influence, space, families)
     sets, tests = _sets(auxiliary, held_out, shape, repeats, seed, minimise)
     model = model or TwoLayers(shape.features, 1000, shape.classes)
-    parameters = sum(p.numel() for p in initialise(model, 0).parameters() if p.requires_grad)
+    template = initialise(model, 0)
+    parameters = sum(p.numel() for p in template.parameters() if p.requires_grad)
     settings = {
         "budget": asdict(budget),
         "shape": asdict(shape),
@@ -248,6 +250,7 @@ def tune(
         "repeats": repeats,
         "seed": seed,
         "parameters": parameters,
+        "model": identity(template),
     }
     if curve is not None:
         settings["influence"] = _curve_digest(curve, space)
