@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from optuna.storages.journal import JournalFileBackend, JournalStorage
 from torch import nn
 
 import diminuendo as dim
@@ -115,6 +116,13 @@ def test_no_plan_while_trials_are_under_way_elsewhere(
     assert len(found.scores) == (3 if patience else 2)
     assert all(other.plan == found.plan for other in others)
     assert all(other.scores == found.scores for other in others)
+
+
+def test_no_trial_waits_where_two_could_take_it(tmp_path: Path) -> None:
+    tune(storage=f"{tmp_path}/s.journal", trials=1)
+    storage = JournalStorage(JournalFileBackend(f"{tmp_path}/s.journal"))
+    (study,) = storage.get_all_studies()
+    assert [t.state.name for t in storage.get_all_trials(study._study_id)] == ["COMPLETE"]
 
 
 def test_ties_go_to_the_earlier_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -139,7 +140,6 @@ print(found["best"], [len(f["trials"]) for f in found["families"].values()])
 def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
     """At the same time, and every family has the same effort all the same."""
     storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"{tmp_path}/s.journal"
-    tune(storage=storage, trials=1, batch=1)
     here, flags = str(Path(__file__).parent), [str(tmp_path / f"ready{i}") for i in range(2)]
     machines = [
         subprocess.Popen(
@@ -155,6 +155,40 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
     after = tune(storage=storage, trials=9, batch=2)
     assert said[-1].startswith(after.best.family)
     assert len(after.points()) == 18
+
+
+def test_a_candidate_that_two_have_trained_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tuning.train
+
+    def overtaken(*arguments: Any, **named: Any) -> Any:
+        study = optuna.load_study(study_name="tuning: uniform", storage=storage)
+        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            study.tell(trial.number, 0.25)
+        return real(*arguments, **named)
+
+    storage = f"sqlite:///{tmp_path}/s.db"
+    monkeypatch.setattr(tuning, "train", overtaken)
+    found = tune(storage=storage, families=("uniform",), trials=2)
+    assert [trial.score for trial in found.best.trials] == [0.25, 0.25]
+
+
+def test_two_that_make_the_same_study_at_once_both_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's tables and names are there just before one's own."""
+    real, refusals = optuna.create_study, iter(["table studies already exists", "UNIQUE failed"])
+
+    def colliding(**given: Any) -> optuna.Study:
+        if (said := next(refusals, None)) is not None:
+            raise RuntimeError(said)
+        return real(**given)
+
+    monkeypatch.setattr(optuna, "create_study", colliding)
+    monkeypatch.setattr(tuning, "_PAUSES", (0.0, 0.0, 0.0))
+    found = tune(storage=f"sqlite:///{tmp_path}/s.db", families=("uniform",), trials=1)
+    assert len(found.best.trials) == 1
 
 
 @pytest.mark.parametrize(
@@ -219,6 +253,7 @@ def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
         ({"minimise": "regret"}, "minimise"),
         ({"trials": 0}, "trials"),
         ({"storage": "nonsense://x"}, "storage"),
+        ({"storage": "no/such/folder/x.journal"}, "a folder that is there"),
         ({"storage": "postgresql://me:secret@nowhere.invalid/x"}, r"//\*\*\*@nowhere"),
     ],
 )

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -120,15 +119,16 @@ def tune_on_private(
         "model": identity(template),
         "shapes": [f"{tuple(part.shape)} {part.dtype}" for part in data],
     }
-    search = Search(family, space, settings, storage, name, seed=secrets.randbits(31))
-    from optuna.trial import TrialState  # Search has said so if it is not installed
-
+    # Two processes may both be handed a trial that waits, and train it twice: none waits there.
+    alone = storage is None
+    seed = secrets.randbits(31)
+    search = Search(family, space, settings, storage, name, seed, ends_first=alone)
     with bar("charged tuning", trials, progress) as advance:
         advance(search.asked())
         while search.asked() < trials:
             trial = search.study.ask()
             if trial.number >= trials:  # others who share the storage have asked for the last
-                search.study.tell(trial, state=TrialState.FAIL)
+                search.tell(trial.number, None)
                 break
             try:
                 candidate = search.candidate(trial)
@@ -136,9 +136,9 @@ def tune_on_private(
                 trained = trained_by(plan, candidate.lr, model, data, device)
                 score = 1 - noisy_right(trained, x, y, noise) / examples
             except BaseException:
-                _close(search, trial.number)
+                search.tell(trial.number, None)
                 raise
-            _close(search, trial.number, score)
+            search.tell(trial.number, score)
             advance(1)
     _all_ended(search, trials, patience)
     done = search.trials(trials)
@@ -163,16 +163,6 @@ def tune_on_private(
     )
 
 
-def _close(search: Search, number: int, score: float | None = None) -> None:
-    """End a trial, unless somebody has: what is closed stays as it is."""
-    from optuna.exceptions import UpdateFinishedTrialError
-    from optuna.trial import TrialState
-
-    state = TrialState.FAIL if score is None else TrialState.COMPLETE
-    with suppress(UpdateFinishedTrialError):
-        search.study.tell(number, score, state=state, skip_if_finished=True)
-
-
 def _all_ended(search: Search, trials: int, patience: float) -> None:
     """Give up what is under way for longer than patience; refuse while there is anything else."""
     from optuna.trial import TrialState
@@ -184,7 +174,7 @@ def _all_ended(search: Search, trials: int, patience: float) -> None:
             continue
         begun = trial.datetime_start or now
         if (now - begun).total_seconds() >= patience:
-            _close(search, trial.number)
+            search.tell(trial.number, None)
         else:
             under_way += 1
     if under_way:
