@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +51,9 @@ def check(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
         )
     where = next(model.parameters()).device
     some, targets = x[:2].to(where), y[:2].to(where)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        trial = copy.deepcopy(model).eval()
+    with _tried_out(model):
         try:
-            outputs = trial(some.flatten(1) if layers_of(model) is not None else some)
+            outputs = model(some.flatten(1) if layers_of(model) is not None else some)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise InputError(
                 "what the model takes",
@@ -81,6 +81,19 @@ def check(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
             remedy='PyTorch\'s losses do so with reduction="none"; targets of another shape than '
             "the outputs may be the cause, too.",
         )
+
+
+@contextmanager
+def _tried_out(model: nn.Module) -> Iterator[None]:
+    """For a call that leaves generators, buffers and modes as they were."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _labels(y: Tensor, outputs: Tensor, name: str) -> None:
