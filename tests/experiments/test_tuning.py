@@ -84,6 +84,15 @@ def test_an_influence_that_is_not_private_is_said_wherever_it_went(
     assert ("NOT private" in " ".join(told["families"]["optimal"]["assumptions"])) == marked
 
 
+def test_one_marked_curve_among_those_tried_is_enough() -> None:
+    measured, clean = privately_measured(), privately_measured("auxiliary")
+    tuned = tune(
+        families=("optimal",), influence=lambda T: (measured if T == 3 else clean).curve(T)
+    )
+    assert 3 in {trial.candidate.steps for trial in tuned.best.trials}
+    assert "NOT private" in (tuned.warning or "")
+
+
 def test_the_plan_s_noise_is_what_was_trained_with() -> None:
     space = Space(steps=(3, 9), lr=(0.05, 0.5), clip=(1.0, 4.0), momentum=(0.1, 0.8))
     chosen = tune(families=("exponential",), space=space).best

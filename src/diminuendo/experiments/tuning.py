@@ -297,7 +297,7 @@ def tune(
         families=found,
         minimise=minimise,
         settings=settings,
-        warning=None if curve is None else said_of(curve(found["optimal"].candidate.steps)),
+        warning=None if curve is None else _warning(curve, found["optimal"].trials),
     )
 
 
@@ -568,6 +568,12 @@ def _curve(
             remedy="A curve of fixed length plans that many steps; a function of T plans any.",
         )
     return lambda _: values
+
+
+def _warning(curve: Callable[[int], Vector], trials: Sequence[Trial]) -> str | None:
+    """What any of the curves that were tried carries: the choice was between all of them."""
+    said = (said_of(curve(steps)) for steps in sorted({t.candidate.steps for t in trials}))
+    return next((words for words in said if words is not None), None)
 
 
 def _sets(
