@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import BudgetRefused, InputError
@@ -22,12 +24,13 @@ DATA = auxiliary.gaussian(Shape(examples=50, features=5, classes=2))
 
 def tune(**changes: Any) -> charged.Charged:
     given: dict[str, Any] = {
+        "data": DATA,
         "model": TwoLayers(5, 6, 2),
         "space": Space(steps=(2, 5)),
         "trials": 3,
         "progress": False,
     }
-    return charged.tune_on_private(BUDGET, DATA, **{**given, **changes})
+    return charged.tune_on_private(BUDGET, **{**given, **changes})
 
 
 def test_everything_together_is_on_the_budget_and_not_above() -> None:
@@ -88,6 +91,78 @@ def test_a_trial_cut_short_stays_charged(tmp_path: Path, monkeypatch: pytest.Mon
     found = tune(storage=storage)
     assert len(runs) == 3
     assert len(found.scores) == 2
+
+
+@pytest.mark.parametrize("patience", [3600.0, 0.0])
+def test_no_plan_while_trials_are_under_way_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Another process comes by during the second of three trials: there is one plan in the end."""
+    storage, runs, real, others = f"{tmp_path}/s.journal", [], charged.fit, []
+
+    def meanwhile(*arguments: Any, **named: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 2 and patience == 0:
+            others.append(tune(storage=storage, patience=0))
+        elif len(runs) == 2:
+            with pytest.raises(InputError, match="1 under way"):
+                tune(storage=storage)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(charged, "fit", meanwhile)
+    found = tune(storage=storage)
+    others.append(tune(storage=storage))
+    assert len(runs) == 3
+    assert len(found.scores) == (3 if patience else 2)
+    assert all(other.plan == found.plan for other in others)
+    assert all(other.scores == found.scores for other in others)
+
+
+def test_no_trial_waits_where_two_could_take_it(tmp_path: Path) -> None:
+    tune(storage=f"{tmp_path}/s.journal", trials=1)
+    storage = JournalStorage(JournalFileBackend(f"{tmp_path}/s.journal"))
+    (study,) = storage.get_all_studies()
+    assert [t.state.name for t in storage.get_all_trials(study._study_id)] == ["COMPLETE"]
+
+
+def test_ties_go_to_the_earlier_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charged, "noisy_right", lambda *_: 25.0)
+    found = tune(storage=f"{tmp_path}/s.journal")
+    assert found.candidate == found.scores[0][0]
+
+
+def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    def smooth() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    tune(storage=f"{tmp_path}/s.journal", trials=1)
+    with pytest.raises(InputError, match="others: model"):
+        tune(storage=f"{tmp_path}/s.journal", trials=1, model=smooth)
+
+
+def test_arrays_are_taken() -> None:
+    data = (DATA[0].double().numpy(), DATA[1].int().numpy())
+    assert len(tune(data=data, trials=1).scores) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"family": "exponentail"}, "family"),
+        ({"data": (DATA[0].double(), DATA[1])}, "precision"),
+        ({"data": (DATA[0][:, :4], DATA[1])}, "inputs"),
+        ({"data": (DATA[0], DATA[1] + 1)}, "labels from 0 to 1"),
+        ({"data": (DATA[0], DATA[1].float())}, "int64"),
+        ({"data": DATA[0]}, "a pair"),
+        ({"patience": -1}, "patience"),
+    ],
+)
+def test_nothing_is_asked_for_before_the_input_is_checked(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=told):
+        tune(**changes, storage=f"{tmp_path}/s.journal")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_input() -> None:

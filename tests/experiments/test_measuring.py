@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -153,6 +155,12 @@ def test_private_data_only_if_told_to_and_then_marked() -> None:
     assert "NOT private" not in plan.to_json()
     with pytest.raises(dim.InputError, match="not_private"):
         spectrum_of(linear(), regression(), source="private", loss=half_square, progress=False)
+
+
+@pytest.mark.parametrize("steps", [13, [1, 13]])
+def test_steps_beyond_the_run_are_told_in_whole_numbers(steps: Any) -> None:
+    with pytest.raises(dim.InputError, match="at most 12, as the run has 12 steps"):
+        on_quadratic(0.0, sigmas=[1.0] * 12, steps=steps)
 
 
 def test_bad_input() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo.experiments import Outcome, Replica, initialise, repeats, train
+from diminuendo.experiments.batched import cross_entropy
+from diminuendo.experiments.perceptrons import Perceptrons, layers_of
 from diminuendo.training import PrivateDescent, fit
 
 N, D, CLASSES = 40, 6, 3
@@ -265,6 +271,121 @@ def test_a_study_resumed_with_other_settings_is_refused(tmp_path: Path) -> None:
         train(mlp, make_data(), [plain(1)], store=other, progress=False)
 
 
+def smooth() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, 9), nn.Tanh(), nn.Linear(9, CLASSES)).double()
+
+
+def own(activation: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, 4), nn.Linear(4, CLASSES)
+            self.activation = activation
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.activation(self.first(x)))
+            return out
+
+    return lambda: Own().double()
+
+
+def weighted(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return weight * LOSS(outputs, targets)
+
+    return loss
+
+
+def softened(kind: int) -> Callable[[Tensor, Tensor], Tensor]:
+    if kind == 0:
+        return lambda outputs, targets: LOSS(outputs.relu(), targets)
+    return lambda outputs, targets: LOSS(outputs.tanh(), targets)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model": mlp}, {"model": smooth}),
+        ({"model": own(torch.relu)}, {"model": own(torch.tanh)}),
+        ({"loss": weighted(1.0)}, {"loss": weighted(2.0)}),
+        ({"loss": softened(0)}, {"loss": softened(1)}),
+        ({"loss": LOSS}, {"loss": nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1)}),
+    ],
+)
+def test_another_model_or_loss_of_the_same_shapes_is_another_study(
+    one: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(given: dict[str, Any]) -> list[Outcome]:
+        model, loss = given.get("model", mlp), given.get("loss", "cross-entropy")
+        path = tmp_path / "results.jsonl"
+        return train(model, make_data(), [plain()], loss=loss, store=path, progress=False)
+
+    first = run(one)
+    with pytest.raises(dim.InputError, match="of this study"):
+        run(other)
+    assert run(one) == first
+
+
+SAID = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_repeats import *
+from diminuendo.experiments.identity import identity
+print([identity(of) for of in (mlp(), own(torch.relu)(), LOSS, weighted(2.0), softened(1))])
+"""
+
+
+def test_another_process_knows_a_model_and_a_loss_again() -> None:
+    command = [sys.executable, "-c", SAID, str(Path(__file__).parent)]
+    one, other = (
+        subprocess.run(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    )
+    assert one == other
+    assert len(set(one.split())) == 5
+
+
+def test_arrays_are_data_too() -> None:
+    x, y = make_data()
+    given = (x.float().numpy(), y.int().numpy())
+    (outcome,) = train(mlp, given, [plain()], evaluate={"test": given}, progress=False)
+    (same,) = train(mlp, (x.float().double(), y), [plain()], progress=False)
+    assert outcome.train_loss == same.train_loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"loss": nn.CrossEntropyLoss()}, "one number for each example"),
+        ({"y": lambda y: y + 1}, "labels from 0 to 2"),
+        ({"y": lambda y: y - 1}, "labels from 0 to 2"),
+        ({"y": lambda y: y.double()}, "int64"),
+        ({"y": lambda y: y.int()}, "int64"),
+        ({"y": lambda y: y.int(), "loss": LOSS}, "what the loss takes"),
+        ({"x": lambda x: x.float()}, "precision"),
+        ({"x": lambda x: x[:, 1:]}, "what the model takes|training inputs' shape"),
+        ({"x": lambda x: x.numpy().astype(str)}, "numbers"),
+        ({"x": lambda _: None}, "a pair"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_is_trained(
+    changes: dict[str, Any], told: str
+) -> None:
+    x, y = make_data()
+    data = changes.get("x", lambda x: x)(x), changes.get("y", lambda y: y)(y)
+    loss = changes.get("loss", "cross-entropy")
+    with pytest.raises(dim.InputError, match=told):
+        train(mlp, data, [plain()], loss=loss, progress=False)
+    with pytest.raises(dim.InputError, match=told):
+        train(mlp, (x, y), [plain()], loss=loss, evaluate={"test": data}, progress=False)
+
+
 def test_bad_input() -> None:
     with pytest.raises(dim.InputError, match="sigmas"):
         plain(sigmas=[1.0, -1.0])
@@ -297,6 +418,44 @@ def test_the_kind_of_batch_follows_the_model() -> None:
         for model in (mlp, lambda: Normed().double(), lambda: Recurrent().double())
     ]
     assert [kind.__name__ for kind in kinds] == ["Perceptrons", "Vmapped", "OneByOne"]
+
+
+def test_a_perceptron_with_hooks_goes_through_them() -> None:
+    def hooked() -> nn.Module:
+        model = mlp()
+        model[0].register_forward_hook(lambda *given: 2 * given[-1])
+        return model
+
+    def prepared() -> nn.Module:
+        model = mlp()
+        model.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+        return model
+
+    assert layers_of(mlp()) is not None
+    data = make_data()
+    (bare,) = train(mlp, data, [plain()], progress=False)
+    for model in (hooked, prepared):
+        assert layers_of(model()) is None
+        (outcome,) = train(model, data, [plain()], progress=False)
+        assert outcome.train_loss != pytest.approx(bare.train_loss, rel=1e-6)
+
+
+class Forgetful(dict[Any, Any]):
+    """As if another thread had emptied it at once."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.clear()
+
+
+def test_what_is_kept_may_be_thrown_away_by_another_thread() -> None:
+    x, y = make_data()
+    batch = Perceptrons(layers_of(mlp()) or [], 2, cross_entropy, (2, N), x.new_empty(0))
+    points = batch.data(x.unsqueeze(0), y.unsqueeze(0), [0, 0])
+    batch._kept, points._kept = Forgetful(), Forgetful()
+    rows = slice(0, 2)
+    assert len(batch._views(rows)[0]) == 2
+    assert points.some(rows, slice(0, N)).x.shape == (2, N, D + 1)
 
 
 def test_the_global_generator_is_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,25 @@ def test_command_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(told["tables"]["empirical"]) == 10
     assert Path(told["page"]).exists()
     assert (tmp_path / "table-empirical.csv").exists()
+
+
+def test_one_part_made_anew_leaves_the_other(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ["reproduce", "tables", "--out", str(out), "--no-progress"]
+    assert main(command) == 0
+    story.write(out, made[1])
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert main(command) == 0
+    after = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert json.loads(after["results.json"])["figure"] == story.plain(made[1]["figure"])
+    headings = [re.findall("<h2.*?</h2>", page["index.html"].decode()) for page in (before, after)]
+    assert headings[0] == headings[1]
+    assert after.keys() == before.keys()
+    monkeypatch.setattr(reproduction, "figure", lambda *_: made[1]["figure"])
+    assert main(["reproduce", "figure", "--out", str(out), "--no-progress"]) == 0
+    assert set(json.loads((out / "results.json").read_text())) == {"figure", "tables"}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 import torch
+from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import InputError
 from diminuendo.experiments import auxiliary, tuning
 from diminuendo.experiments.auxiliary import Shape
+from diminuendo.experiments.measuring import MeasuredInfluence
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.tuning import Space
 
@@ -50,6 +53,44 @@ def test_every_family_gets_the_same_effort_and_a_plan_on_the_budget() -> None:
     assert tuned.best.score == min(c.score for c in tuned.families.values())
     assert json.loads(json.dumps(tuned.to_dict()))["best"] == tuned.best.family
     assert len(tuned.points()) == 20
+
+
+def smooth() -> nn.Module:
+    """Of the parameters of SMALL's network."""
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def privately_measured(source: Any = "private") -> MeasuredInfluence:
+    estimates = np.array([[0.4, 0.6, 1.0], [0.5, 0.7, 1.1]])
+    return MeasuredInfluence(np.array([1, 3, 5]), estimates, 5, 0.95, source)
+
+
+@pytest.mark.parametrize("source", ["private", "auxiliary"])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_an_influence_that_is_not_private_is_said_wherever_it_went(
+    source: str, fixed: bool
+) -> None:
+    measured = privately_measured(source)
+    tuned = tune(
+        families=("optimal",),
+        influence=measured.curve() if fixed else measured.curve,
+        space=Space(steps=5, lr=(0.1, 0.2)) if fixed else Space(steps=(3, 9)),
+        trials=2,
+    )
+    marked = "NOT private" in " ".join(tuned.best.plan.assumptions)
+    told = tuned.to_dict()
+    assert marked == (source == "private")
+    assert ("NOT private" in (told["warning"] or "")) == marked
+    assert ("NOT private" in " ".join(told["families"]["optimal"]["assumptions"])) == marked
+
+
+def test_one_marked_curve_among_those_tried_is_enough() -> None:
+    measured, clean = privately_measured(), privately_measured("auxiliary")
+    tuned = tune(
+        families=("optimal",), influence=lambda T: (measured if T == 3 else clean).curve(T)
+    )
+    assert 3 in {trial.candidate.steps for trial in tuned.best.trials}
+    assert "NOT private" in (tuned.warning or "")
 
 
 def test_the_plan_s_noise_is_what_was_trained_with() -> None:
@@ -108,7 +149,6 @@ print(found["best"], [len(f["trials"]) for f in found["families"].values()])
 def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
     """At the same time, and every family has the same effort all the same."""
     storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"{tmp_path}/s.journal"
-    tune(storage=storage, trials=1, batch=1)
     here, flags = str(Path(__file__).parent), [str(tmp_path / f"ready{i}") for i in range(2)]
     machines = [
         subprocess.Popen(
@@ -126,12 +166,47 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
     assert len(after.points()) == 18
 
 
+def test_a_candidate_that_two_have_trained_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tuning.train
+
+    def overtaken(*arguments: Any, **named: Any) -> Any:
+        study = optuna.load_study(study_name="tuning: uniform", storage=storage)
+        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            study.tell(trial.number, 0.25)
+        return real(*arguments, **named)
+
+    storage = f"sqlite:///{tmp_path}/s.db"
+    monkeypatch.setattr(tuning, "train", overtaken)
+    found = tune(storage=storage, families=("uniform",), trials=2)
+    assert [trial.score for trial in found.best.trials] == [0.25, 0.25]
+
+
+def test_two_that_make_the_same_study_at_once_both_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's tables and names are there just before one's own."""
+    real, refusals = optuna.create_study, iter(["table studies already exists", "UNIQUE failed"])
+
+    def colliding(**given: Any) -> optuna.Study:
+        if (said := next(refusals, None)) is not None:
+            raise RuntimeError(said)
+        return real(**given)
+
+    monkeypatch.setattr(optuna, "create_study", colliding)
+    monkeypatch.setattr(tuning, "_PAUSES", (0.0, 0.0, 0.0))
+    found = tune(storage=f"sqlite:///{tmp_path}/s.db", families=("uniform",), trials=1)
+    assert len(found.best.trials) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"space": Space(steps=(3, 8))}, "space"),
         ({"repeats": 3}, "repeats"),
         ({"model": TwoLayers(5, 7, 2)}, "parameters"),
+        ({"model": smooth}, "others: model"),
         ({"auxiliary": "random"}, "labels"),
     ],
 )
@@ -187,6 +262,7 @@ def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
         ({"minimise": "regret"}, "minimise"),
         ({"trials": 0}, "trials"),
         ({"storage": "nonsense://x"}, "storage"),
+        ({"storage": "no/such/folder/x.journal"}, "a folder that is there"),
         ({"storage": "postgresql://me:secret@nowhere.invalid/x"}, r"//\*\*\*@nowhere"),
     ],
 )

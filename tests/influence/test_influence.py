@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 import diminuendo as dim
 from diminuendo import influence
+from diminuendo.influence.measured import from_values, mark, said_of
 
 gammas = st.floats(0.05, 0.9999)
 betas = st.floats(0.01, 0.98)
@@ -199,3 +202,22 @@ def test_gamma_outside_its_range(gamma: float) -> None:
 def test_steps_that_are_no_count(steps: object) -> None:
     with pytest.raises(dim.InputError, match="Expected steps"):
         influence.gradient_descent(gamma=0.5, steps=steps)  # type: ignore[arg-type]
+
+
+def test_a_mark_survives_what_is_done_with_a_curve() -> None:
+    marked = mark(np.array([0.25, 0.5, 1.0]), "not private")
+    made = [
+        marked.copy(),
+        marked[1:],
+        2 * marked,
+        marked**0.5,
+        np.sqrt(marked),
+        copy.copy(marked),
+        copy.deepcopy(marked),
+        pickle.loads(pickle.dumps(marked)),
+        pickle.loads(pickle.dumps(marked[::2])),
+        from_values(marked[:2]),
+    ]
+    assert [said_of(one) for one in made] == ["not private"] * len(made)
+    assert said_of(np.concatenate([marked, marked])) is not None
+    np.testing.assert_array_equal(made[7], marked)

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from diminuendo import _validate
+from diminuendo import _files, _validate
 from diminuendo.cli.options import AsJson, need_torch, print_json, print_table, working
+from diminuendo.errors import InputError
 
 PARTS = ("figure", "tables", "all")
 
@@ -72,7 +73,7 @@ def reproduce(
         results["figure"] = reproduction.figure(digits, run)
     if part in ("tables", "all"):
         results["tables"] = reproduction.tables(run)
-    page = story.write(folder.path, results)
+    page = story.write(folder.path, {**_before(folder.path), **results})
     if as_json:
         print_json({"page": str(page), "out": str(out), **story.plain(results)})
         return
@@ -91,3 +92,15 @@ def reproduce(
             ],
         )
     typer.echo(f"The story: {page}")
+
+
+def _before(folder: Path) -> dict[str, Any]:
+    """What an earlier command of the same setting made here, so that no part of it is lost."""
+    path = folder / "results.json"
+    if not path.exists():
+        return {}
+    text = _files.read_text(path, name="the results")
+    stored = _files.parse_json(text, name="the results", source=str(path))
+    if not isinstance(stored, dict):
+        raise InputError("a JSON object", name=str(path), value=type(stored).__name__)
+    return {part: stored[part] for part in ("figure", "tables") if part in stored}

@@ -9,6 +9,10 @@ when later steps are chosen by what earlier ones showed. A score is the number o
 trial's model gets right, which one example changes by at most one, released with noise of deviation
 σ_s: one more Gaussian mechanism. With k trials, each trial and the final run get the same share
 (R − k/σ_s²)/(k + 1), so that what was tried is what will be run.
+
+One final run is paid for. Processes that share a study therefore get a plan only once all of its
+trials have ended, when it is the same plan for everybody: the lowest score, the earlier trial in a
+tie. A trial given up as cut short is closed, and what it may still report is not taken any more.
 """
 
 from __future__ import annotations
@@ -16,19 +20,22 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.experiments.auxiliary import Labelled
+from diminuendo.experiments.batched import cross_entropy
+from diminuendo.experiments.fitting import fitting
+from diminuendo.experiments.identity import identity
 from diminuendo.experiments.repeats import Model, bar
 from diminuendo.experiments.tuning import Candidate, Search, Space, make_plan
-from diminuendo.planning import Plan
+from diminuendo.planning import SCHEDULES, Plan
 from diminuendo.training.loop import fit
 
 SCORE_SHARE = 0.05
@@ -73,6 +80,7 @@ def tune_on_private(
     score_noise: float | None = None,
     storage: str | None = None,
     name: str = "charged tuning",
+    patience: float = 3600.0,
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Charged:
@@ -81,11 +89,13 @@ def tune_on_private(
     trials       how many candidates, decided beforehand; each costs its share, finished or not
     score_noise  σ_s of a released score; unless given, the scores cost 5% of the budget
     storage      as in `tune`; a trial that a crash cut short stays charged
+    patience     seconds after which another process's unfinished trial counts as cut short; until
+                 then no plan is handed out. Zero gives up all that are under way elsewhere
     """
-    x, y = data
-    examples = len(x)
     trials = _validate.count("trials", trials)
+    patience = _validate.real("patience", patience, at_least=0)
     space = space or Space()
+    _validate.choice("family", family, SCHEDULES)
     if family == "optimal" or not space.searched(family):
         raise InputError(
             "a family with something to tune, and not optimal", name="family", value=family
@@ -95,7 +105,10 @@ def tune_on_private(
     part = Budget.from_R(
         each, delta=budget.delta, relation=budget.relation, conversion=budget.conversion
     )
-    parameters = sum(p.numel() for p in model().parameters() if p.requires_grad)
+    template = model()
+    x, y = data = fitting(data, template, cross_entropy, "data")
+    examples = len(x)
+    parameters = sum(p.numel() for p in template.parameters() if p.requires_grad)
     settings = {
         "budget": asdict(budget),
         "space": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(space).items()},
@@ -103,30 +116,38 @@ def tune_on_private(
         "score_noise": noise,
         "examples": examples,
         "parameters": parameters,
+        "model": identity(template),
+        "shapes": [f"{tuple(part.shape)} {part.dtype}" for part in data],
     }
-    search = Search(family, space, settings, storage, name, seed=secrets.randbits(31))
-    from optuna.trial import TrialState  # Search has said so if it is not installed
-
+    # Two processes may both be handed a trial that waits, and train it twice: none waits there.
+    alone = storage is None
+    seed = secrets.randbits(31)
+    search = Search(family, space, settings, storage, name, seed, ends_first=alone)
     with bar("charged tuning", trials, progress) as advance:
         advance(search.asked())
         while search.asked() < trials:
             trial = search.study.ask()
             if trial.number >= trials:  # others who share the storage have asked for the last
-                search.study.tell(trial, state=TrialState.FAIL)
+                search.tell(trial.number, None)
                 break
-            candidate = search.candidate(trial)
-            plan = make_plan(candidate, part, examples, parameters)
-            trained = trained_by(plan, candidate.lr, model, data, device)
-            search.study.tell(trial, 1 - noisy_right(trained, x, y, noise) / examples)
+            try:
+                candidate = search.candidate(trial)
+                plan = make_plan(candidate, part, examples, parameters)
+                trained = trained_by(plan, candidate.lr, model, data, device)
+                score = 1 - noisy_right(trained, x, y, noise) / examples
+            except BaseException:
+                search.tell(trial.number, None)
+                raise
+            search.tell(trial.number, score)
             advance(1)
+    _all_ended(search, trials, patience)
     done = search.trials(trials)
     if not done:
         raise InputError(
             "with at least one finished trial",
             name="the study",
             value=f"{trials} charged, none finished",
-            remedy="What they cost stays spent. Where other machines are at it, wait for them; "
-            "else begin another study with another budget.",
+            remedy="What they cost stays spent. Begin another study with another budget.",
         )
     best = min(done, key=lambda t: t.score if t.score is not None else math.inf)
     final = make_plan(best.candidate, part, examples, parameters)
@@ -140,6 +161,31 @@ def tune_on_private(
         spent=total,
         epsilon=_within(budget, total),
     )
+
+
+def _all_ended(search: Search, trials: int, patience: float) -> None:
+    """Give up what is under way for longer than patience; refuse while there is anything else."""
+    from optuna.trial import TrialState
+
+    now = datetime.now()  # as Optuna notes when a trial began
+    under_way = 0
+    for trial in search.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if trial.number >= trials:
+            continue
+        begun = trial.datetime_start or now
+        if (now - begun).total_seconds() >= patience:
+            search.tell(trial.number, None)
+        else:
+            under_way += 1
+    if under_way:
+        raise InputError(
+            f"ended in all of its {trials} trials before a plan is handed out",
+            name="the study",
+            value=f"{under_way} under way in other processes",
+            remedy="Call again with the same storage when they are done. A trial that a crash cut "
+            f"short stays charged, and is given up {patience:g} seconds after it began; "
+            "patience=0 gives it up now.",
+        )
 
 
 def _within(budget: Budget, total: float) -> float:
@@ -158,7 +204,7 @@ def trained_by(
         made,
         data,
         plan,
-        loss=lambda out, target: F.cross_entropy(out, target, reduction="none"),
+        loss=cross_entropy,
         lr=lr,
         device=device,
         progress=False,

@@ -22,8 +22,9 @@ from diminuendo import _validate, influence
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.experiments.batched import Loss, cross_entropy
+from diminuendo.experiments.fitting import Pair
 from diminuendo.experiments.measuring import NOT_PRIVATE, Source, check_source
-from diminuendo.experiments.repeats import Pair, bar, flat_parameters
+from diminuendo.experiments.repeats import bar, flat_parameters
 from diminuendo.influence.measured import mark
 
 SMALLEST = 1e-5

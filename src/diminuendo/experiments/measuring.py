@@ -28,11 +28,11 @@ from diminuendo import _files, _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.experiments.batched import Batch, Loss, Update
+from diminuendo.experiments.fitting import Pair
 from diminuendo.experiments.repeats import (
     STATE_BYTES,
     Model,
     Noise,
-    Pair,
     Replica,
     Settings,
     Study,
@@ -301,12 +301,19 @@ def _grid(steps: int | Sequence[int] | None, T: int) -> NDArray[np.int64]:
     if steps is None:
         steps = min(T, DEFAULT_POINTS)
     if isinstance(steps, int):
-        number = _validate.count("steps", steps, at_most=T)
+        number = _step(steps, T)
         return np.unique(np.linspace(1, T, number).round().astype(np.int64))
-    chosen = [_validate.count("steps", t, at_most=T) for t in steps]
+    chosen = [_step(t, T) for t in steps]
     if not chosen:
         raise InputError("at least one step", name="steps", value=steps)
     return np.unique(np.array(chosen, dtype=np.int64))
+
+
+def _step(given: int, T: int) -> int:
+    number = _validate.count("steps", given)
+    if number > T:
+        raise InputError(f"at most {T}, as the run has {T} steps", name="steps", value=given)
+    return number
 
 
 def _branches(

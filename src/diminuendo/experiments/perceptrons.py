@@ -39,7 +39,12 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn
 
 
 def layers_of(model: nn.Module) -> list[Layer] | None:
-    """The layers of a plain multilayer perceptron, or None for any other model."""
+    """The layers of a plain multilayer perceptron, or None for any other model.
+
+    With hooks it is another: they may change what a layer gets or gives.
+    """
+    if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+        return None
     found: list[Layer] = []
     for module in _flattened(model):
         kind = type(module)
@@ -88,13 +93,14 @@ class Points(Data):
     def some(self, rows: slice, block: slice) -> _Examples:
         """Kept, since slicing takes its time too."""
         key = rows.start, rows.stop, block.start
-        if key not in self._kept:
+        found = self._kept.get(key)
+        if found is None:
             if len(self._kept) > 10_000:
                 self._kept.clear()
             lengths = self._lengths[:, block].expand(self.replicas, -1)[rows]
-            both = self.inputs(rows, block), self.targets(rows, block)
-            self._kept[key] = _Examples(*both, lengths)
-        return self._kept[key]
+            found = _Examples(self.inputs(rows, block), self.targets(rows, block), lengths)
+            self._kept[key] = found
+        return found
 
 
 class _Map(NamedTuple):
@@ -214,14 +220,16 @@ class Perceptrons(Batch):
     def _views(self, rows: slice) -> tuple[list[_Map], list[_Map]]:
         """The maps of these rows' parameters and sums."""
         key = rows.start, rows.stop
-        if key not in self._kept:
+        found = self._kept.get(key)
+        if found is None:
             if len(self._kept) > 1000:
                 self._kept.clear()
-            self._kept[key] = (
+            found = (
                 list(self._maps([part[rows] for part in self.state])),
                 list(self._maps([part[rows] for part in self.sums])),
             )
-        return self._kept[key]
+            self._kept[key] = found
+        return found
 
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
         start, k = 0, flat.shape[0]

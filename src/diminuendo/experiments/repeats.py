@@ -36,14 +36,15 @@ from diminuendo.experiments.batched import (
     Vmapped,
     cross_entropy,
 )
+from diminuendo.experiments.fitting import Pair, check, tensors
+from diminuendo.experiments.identity import identity
 from diminuendo.experiments.perceptrons import Layer, Perceptrons, layers_of
 from diminuendo.experiments.replay import Replayed
 from diminuendo.experiments.study import Store
 from diminuendo.experiments.workers import side_by_side
-from diminuendo.training.sampling import draw
+from diminuendo.training.sampling import draw, precision_of
 from diminuendo.training.seeds import Seeds
 
-Pair = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
 
 CACHED = 1 << 21
@@ -150,7 +151,8 @@ def train(
     """Train every replica; the outcomes are in the replicas' order.
 
     model            makes the module; called once for each replica, under its seed
-    data             (x, y), or several of one size, which replicas choose from by `Replica.data`
+    data             (x, y), tensors or arrays, or several of one size, which replicas choose from
+                     by `Replica.data`
     loss             a function of (outputs, targets) that gives one loss per example
     evaluate         named (x, y) on which each replica is assessed at the end and where recorded;
                      or one (x, y) for each training set, where these have a test set of their own
@@ -206,7 +208,12 @@ class Study:
     ) -> Study:
         if not replicas:
             raise InputError("at least one replica", name="replicas", value=list(replicas))
-        pairs = _pairs(data, "data")
+        template = initialise(model, replicas[0].seed)
+        first = next(template.parameters(), None)
+        if first is None:
+            raise InputError("a model with parameters", name="model", value=template)
+        precision = precision_of(template)
+        pairs = _pairs(data, "data", precision)
         highest = max(replica.data for replica in replicas)
         if highest >= len(pairs):
             raise InputError(
@@ -217,10 +224,6 @@ class Study:
         if isinstance(loss, str):
             _validate.choice("loss", loss, ["cross-entropy"], remedy="Or give a function.")
         steps = sorted({_validate.count("record", t, at_least=0) for t in record or ()})
-        template = initialise(model, replicas[0].seed)
-        first = next(template.parameters(), None)
-        if first is None:
-            raise InputError("a model with parameters", name="model", value=template)
         frozen = [name for name, p in template.named_parameters() if not p.requires_grad]
         if frozen:
             raise InputError(
@@ -230,7 +233,10 @@ class Study:
                 remedy="Put the data through the frozen layers once, and train the rest on that.",
             )
         where = torch.device(device) if device is not None else first.device
-        tests = {name: _pairs(given, f"evaluate[{name!r}]") for name, given in evaluate.items()}
+        tests = {
+            name: _pairs(given, f"evaluate[{name!r}]", precision)
+            for name, given in evaluate.items()
+        }
         shape = pairs[0][0].shape[1:]
         for name, given in tests.items():
             inputs = given[0][0]
@@ -246,10 +252,14 @@ class Study:
                     name=f"the inputs of evaluate[{name!r}]",
                     value=tuple(inputs.shape[1:]),
                 )
-        named = (
-            loss if isinstance(loss, str) else getattr(loss, "__qualname__", type(loss).__name__)
-        )
-        parts = [str(named)]
+        called = cross_entropy if isinstance(loss, str) else loss
+        for name, given in {
+            "data": pairs,
+            **{f"evaluate[{n!r}]": t for n, t in tests.items()},
+        }.items():
+            for pair in given:
+                check(pair, template, called, name)
+        parts = [loss if isinstance(loss, str) else identity(loss), identity(template)]
         parts += [str([(n, tuple(p.shape)) for n, p in template.named_parameters()])]
         parts += [_tensors_digest(x, y) for x, y in pairs]
         parts += [
@@ -260,7 +270,7 @@ class Study:
             model,
             template,
             *_stacked(pairs, where),
-            cross_entropy if isinstance(loss, str) else loss,
+            called,
             {name: _stacked(given, where) for name, given in tests.items()},
             tuple(steps),
             _digest("\n".join(parts)),
@@ -565,26 +575,20 @@ class _Group:
         return {name: part.view_as(p) for (name, p), part in zip(named, split, strict=True)}
 
 
-def _pair(pair: Any, name: str) -> Pair:
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-        raise InputError("a pair (inputs, targets)", name=name, value=type(pair).__name__)
-    x, y = torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
-    if x.dim() < 2 or len(x) == 0 or len(x) != len(y):
-        raise InputError(
-            "inputs (N, …) and targets (N, …) of at least one example",
-            name=name,
-            value=(tuple(x.shape), tuple(y.shape)),
-        )
-    return x, y
-
-
-def _pairs(given: Pair | Sequence[Pair], name: str) -> list[Pair]:
+def _pairs(given: Any, name: str, precision: torch.dtype) -> list[Pair]:
     """One set or several, all of one shape."""
-    sets = [given] if isinstance(given[0], Tensor) else list(given)
-    pairs = [_pair(pair, f"{name}[{i}]") for i, pair in enumerate(sets)]
+    if not isinstance(given, (tuple, list)) or not given:
+        raise InputError(
+            "a pair (inputs, targets), or several", name=name, value=type(given).__name__
+        )
+    sets = [given] if hasattr(given[0], "__array__") else list(given)
+    pairs = [tensors(pair, precision, f"{name}[{i}]") for i, pair in enumerate(sets)]
     shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
     if len(shapes) > 1:
         raise InputError("sets of one shape", name=name, value=sorted(shapes))
+    kinds = {(str(x.dtype), str(y.dtype)) for x, y in pairs}
+    if len(kinds) > 1:
+        raise InputError("sets of one type", name=name, value=sorted(kinds))
     return pairs
 
 

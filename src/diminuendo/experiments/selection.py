@@ -30,10 +30,12 @@ from diminuendo import _validate
 from diminuendo.budget import SENSITIVITY, Budget, Relation, delta_of
 from diminuendo.errors import InputError
 from diminuendo.experiments.auxiliary import Labelled
+from diminuendo.experiments.batched import cross_entropy
 from diminuendo.experiments.charged import noisy_right, trained_by
+from diminuendo.experiments.fitting import fitting
 from diminuendo.experiments.repeats import Model
 from diminuendo.experiments.tuning import LOGARITHMIC, Candidate, Space, make_plan
-from diminuendo.planning import Plan
+from diminuendo.planning import SCHEDULES, Plan
 
 _ORDERS: list[float] = [*(1 + np.geomspace(0.05, 10, 80)), *np.geomspace(11.5, 1000, 60)]
 _UP = 1 + 1e-9
@@ -115,8 +117,8 @@ def select_on_private(
     relation, epsilon ≤ budget.epsilon, as long as nothing else of the call is seen: not its
     duration, which tells the number of trials. So there is no progress bar.
     """
-    x, y = data
     space = space or Space()
+    _validate.choice("family", family, SCHEDULES)
     if family == "optimal" or not space.searched(family):
         raise InputError(
             "a family with something to tune, and not optimal", name="family", value=family
@@ -128,9 +130,11 @@ def select_on_private(
         each * (1 - SCORE_SHARE) * (1 - 1e-9), delta=budget.delta, relation=budget.relation
     )
     chance = np.random.default_rng(secrets.randbits(128))
-    parameters = sum(p.numel() for p in model().parameters() if p.requires_grad)
+    template = model()
+    x, y = data = fitting(data, template, cross_entropy, "data")
+    parameters = sum(p.numel() for p in template.parameters() if p.requires_grad)
     best = Selected(
-        model=model(),
+        model=template,
         candidate=None,
         plan=None,
         score=None,

@@ -11,10 +11,13 @@ import hashlib
 import json
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +30,10 @@ from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.experiments import auxiliary as made
 from diminuendo.experiments.auxiliary import Labelled, Shape
+from diminuendo.experiments.identity import identity
 from diminuendo.experiments.networks import TwoLayers
 from diminuendo.experiments.repeats import Model, Outcome, Replica, bar, initialise, train
+from diminuendo.influence.measured import mark, said_of
 from diminuendo.planning import SCHEDULES, Plan, PlanWarning, plan
 from diminuendo.report.figures import Point
 
@@ -42,6 +47,9 @@ MOST_STEPS = 10_000
 MINIMISED = ("train-loss", "test-loss")
 _STARTS = 8
 LOGARITHMIC = ("lr", "clip")
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6)
+_COLLISIONS = ("already exists", "unique", "duplicate", "locked")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +148,8 @@ class Tuned:
     families: Mapping[str, Chosen]
     minimise: str
     settings: Mapping[str, Any]
+    warning: str | None = None
+    """What the influence was measured on, where that was private data."""
 
     @property
     def best(self) -> Chosen:
@@ -159,9 +169,10 @@ class Tuned:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the σ_t: public facts about public data."""
+        """Everything but the σ_t: public facts about public data, unless `warning` says other."""
         return {
             "best": self.best.family,
+            "warning": self.warning,
             "minimise": self.minimise,
             "settings": dict(self.settings),
             "families": {
@@ -170,6 +181,7 @@ class Tuned:
                     "lr": chosen.lr,
                     **{k: v for k, v in asdict(chosen.candidate).items() if k != "lr"},
                     "plan": chosen.plan.digest,
+                    "assumptions": list(chosen.plan.assumptions),
                     "trials": [
                         {**asdict(trial.candidate), "score": trial.score} for trial in chosen.trials
                     ],
@@ -232,7 +244,8 @@ def tune(
     curve = _curve(influence, space, families)
     sets, tests = _sets(auxiliary, held_out, shape, repeats, seed, minimise)
     model = model or TwoLayers(shape.features, 1000, shape.classes)
-    parameters = sum(p.numel() for p in initialise(model, 0).parameters() if p.requires_grad)
+    template = initialise(model, 0)
+    parameters = sum(p.numel() for p in template.parameters() if p.requires_grad)
     settings = {
         "budget": asdict(budget),
         "shape": asdict(shape),
@@ -243,6 +256,7 @@ def tune(
         "repeats": repeats,
         "seed": seed,
         "parameters": parameters,
+        "model": identity(template),
     }
     if curve is not None:
         settings["influence"] = _curve_digest(curve, space)
@@ -279,7 +293,12 @@ def tune(
             search = Search(family, space, settings, storage, f"{name}: {family}", seed)
             search.run(scores, trials, batch, advance)
             found[family] = _chosen(search, trials, budget, shape, parameters, curve)
-    return Tuned(families=found, minimise=minimise, settings=settings)
+    return Tuned(
+        families=found,
+        minimise=minimise,
+        settings=settings,
+        warning=None if curve is None else _warning(curve, found["optimal"].trials),
+    )
 
 
 class Search:
@@ -293,11 +312,13 @@ class Search:
         storage: str | None,
         name: str,
         seed: int,
+        *,
+        ends_first: bool = True,
     ) -> None:
         self.family, self.space = family, space
         self.study = _study(name, storage, seed)
         _same_settings(self.study, {**settings, "family": family}, name)
-        if not self.study.get_trials(deepcopy=False):
+        if ends_first and not self.study.get_trials(deepcopy=False):
             for point in self._first():
                 self.study.enqueue_trial(point, skip_if_exists=True)
 
@@ -321,18 +342,22 @@ class Search:
         advance: Callable[[int], None],
     ) -> None:
         """Ask for a batch, train it, tell; until as many candidates are finished as wanted."""
-        from optuna.trial import TrialState
-
         advance(min(trials, self._finished()))
         while (left := trials - self._finished()) > 0:
             asked = [self.study.ask() for _ in range(min(batch, left))]
             candidates = [self.candidate(trial) for trial in asked]
             for trial, score in zip(asked, scores(candidates), strict=True):
-                if score is None:
-                    self.study.tell(trial, state=TrialState.FAIL)
-                else:
-                    self.study.tell(trial, score)
+                self.tell(trial.number, score)
             advance(len(asked))
+
+    def tell(self, number: int, score: float | None) -> None:
+        """End a trial, as failed without a score, unless somebody has: what ended stays so."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        state = TrialState.FAIL if score is None else TrialState.COMPLETE
+        with suppress(UpdateFinishedTrialError):
+            self.study.tell(number, score, state=state, skip_if_finished=True)
 
     def asked(self) -> int:
         """Every candidate ever handed out, finished or not."""
@@ -393,15 +418,21 @@ def _study(name: str, storage: str | None, seed: int) -> optuna.Study:
             constant_liar=True,
             seed=seed if storage is None else None,
         )
-    place: Any = storage
-    if storage is not None and storage.endswith(".journal"):
-        from optuna.storages.journal import JournalFileBackend, JournalStorage
+    if storage is not None and storage.endswith(".journal") and not Path(storage).parent.is_dir():
+        raise InputError("in a folder that is there", name="storage", value=storage)
 
-        place = JournalStorage(JournalFileBackend(storage))
-    try:
+    def made() -> optuna.Study:
+        place: Any = storage
+        if storage is not None and storage.endswith(".journal"):
+            from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+            place = JournalStorage(JournalFileBackend(storage))
         return optuna.create_study(
             study_name=name, storage=place, sampler=sampler, load_if_exists=True
         )
+
+    try:
+        return _persistently(made)
     except Exception as error:
         if storage is None:
             raise
@@ -413,12 +444,25 @@ def _study(name: str, storage: str | None, seed: int) -> optuna.Study:
         ) from None
 
 
+def _persistently(call: Callable[[], Made]) -> Made:
+    """Try again where somebody else made the same thing at the same time, and got there first."""
+    for pause in _PAUSES:
+        try:
+            return call()
+        except Exception as error:
+            said = f"{error} {error.__cause__}".lower()
+            if not any(words in said for words in _COLLISIONS):
+                raise
+            time.sleep(pause)
+    return call()
+
+
 def _same_settings(study: optuna.Study, settings: Mapping[str, Any], name: str) -> None:
     """Refuse to go on with a study that was begun with other settings."""
     wanted = json.loads(json.dumps(settings))
     stored = study.user_attrs.get("settings")
     if stored is None:
-        study.set_user_attr("settings", wanted)
+        _persistently(lambda: study.set_user_attr("settings", wanted))
         return
     differing = sorted(key for key in {*wanted, *stored} if wanted.get(key) != stored.get(key))
     if differing:
@@ -515,7 +559,7 @@ def _curve(
         )
     if callable(influence):
         return influence
-    values = _validate.vector("influence", influence)
+    values = mark(_validate.vector("influence", influence), said_of(influence))
     if space.steps != values.size:
         raise InputError(
             f"the length of the influence curve ({values.size})",
@@ -524,6 +568,12 @@ def _curve(
             remedy="A curve of fixed length plans that many steps; a function of T plans any.",
         )
     return lambda _: values
+
+
+def _warning(curve: Callable[[int], Vector], trials: Sequence[Trial]) -> str | None:
+    """What any of the curves that were tried carries: the choice was between all of them."""
+    said = (said_of(curve(steps)) for steps in sorted({t.candidate.steps for t in trials}))
+    return next((words for words in said if words is not None), None)
 
 
 def _sets(

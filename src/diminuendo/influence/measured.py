@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,9 +18,25 @@ _HINT = (
 
 
 class Marked(np.ndarray[tuple[int], np.dtype[np.float64]]):
-    """A curve with a warning that plans made from it repeat: what it was measured on."""
+    """A curve with a warning that plans made from it repeat: what it was measured on.
 
-    said: str
+    Copies, slices, pickles and what is computed from it carry the warning on.
+    """
+
+    __array_priority__ = 1.0
+    said: str = "an influence made of one that may not be private"
+
+    def __array_finalize__(self, made_from: object) -> None:
+        if isinstance(made_from, Marked):
+            self.said = made_from.said
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, arguments, state = cast("tuple[Any, ...]", super().__reduce__())
+        return make, arguments, (state, self.said)
+
+    def __setstate__(self, state: Any) -> None:
+        held, self.said = state
+        super().__setstate__(held)
 
 
 def mark(curve: Vector, said: str | None) -> Vector:
