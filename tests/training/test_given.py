@@ -14,6 +14,7 @@ from torch import nn
 import diminuendo as dim
 from diminuendo.errors import InputError
 from diminuendo.training import PrivateGradients, fit
+from diminuendo.training.sampling import Source
 
 N, D = 30, 4
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -109,3 +110,10 @@ def test_one_s_own_loop_takes_arrays_too() -> None:
         shapes.append((x.dtype, len(x)))
         private.backward(LOSS(model(x), y))
     assert shapes == [(torch.float32, N)] * 2
+
+
+def test_pictures_in_bytes_stay_bytes() -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (N, D), dtype=np.uint8)
+    source = Source((pictures, Y.astype(np.uint8)), torch.float32)
+    x, y = next(source.batches(iter([torch.arange(N)])))
+    assert (x.dtype, y.dtype) == (torch.uint8, torch.int64)

@@ -67,6 +67,10 @@ def _parts(data: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def _pictures(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype == np.uint8 and part.ndim > 1
+
+
 class Source:
     """A dataset as something to index with a tensor of indices: tensors, arrays or map-style."""
 
@@ -75,7 +79,11 @@ class Source:
         self._dataset: Dataset[Any] | None = None
         parts = _parts(data)
         if parts is not None:
-            self._tensors = tuple(as_trained(part, precision) for part in parts)
+            # Pictures in bytes stay bytes: as counts they would take eight times the memory.
+            self._tensors = tuple(
+                torch.tensor(part) if _pictures(part) else as_trained(part, precision)
+                for part in parts
+            )
             lengths = {len(part) for part in self._tensors}
             if len(lengths) > 1:
                 raise InputError(

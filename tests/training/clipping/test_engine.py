@@ -21,6 +21,7 @@ from diminuendo.training.clipping import (
     Flat,
     PerLayer,
     UnsupportedModule,
+    contract,
 )
 
 CLIPS: list[Clip] = [Flat(0.7), PerLayer(0.7), Automatic(0.7)]
@@ -216,6 +217,21 @@ def test_terms_that_cancel_are_clipped_all_the_same(kind: str, scale: float) -> 
                 losses = (model(x) * weights).sum((1, 2))
             (total,) = engine.clipped_sum(losses, Flat(1.0)).sums
         assert float(total.norm()) <= 1.001
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_what_tf32_rounds_off_is_added_to_the_norm(
+    matrices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that convolves, or also multiplies matrices, with ten bits."""
+    u, v = torch.randn(3, 4, 5), torch.randn(3, 4, 6)
+    exact = contract.gram_square_norm(u, v, convolved=True).sqrt()
+    monkeypatch.setattr(contract, "coarse", lambda _, convolved=False: convolved or matrices)
+    terms = (u.norm(dim=2) * v.norm(dim=2)).sum(1)
+    found = contract.gram_square_norm(u, v, convolved=True).sqrt()
+    assert (found >= exact + (0 if matrices else 1.99) * contract.TF32 * terms).all()
+    if matrices:
+        assert (found**2 >= exact**2 + 3.99 * contract.TF32 * terms**2).all()
 
 
 def test_autocast() -> None:

@@ -68,24 +68,30 @@ def instantiating_pays(tokens: int, rows: int, cols: int) -> bool:
     return _TRAFFIC * size <= tokens * tokens * width and size <= _MEMORY * tokens * width
 
 
-def gram_square_norm(u: Tensor, v: Tensor) -> Tensor:
-    """``||U_i^T V_i||^2`` by Gram matrices, in blocks of examples to bound the memory."""
+def gram_square_norm(u: Tensor, v: Tensor, convolved: bool = False) -> Tensor:
+    """``||U_i^T V_i||^2`` by Gram matrices, in blocks of examples to bound the memory.
+
+    ``convolved`` says that the sum is not a matrix product and may be coarser than the norm.
+    """
     examples, tokens = u.shape[0], u.shape[1]
     block = max(1, _BLOCK // max(1, 2 * tokens * tokens))
     if block >= examples:
-        return _gram_block(u, v)
+        return _gram_block(u, v, convolved)
     parts = [
-        _gram_block(u[start : start + block], v[start : start + block])
+        _gram_block(u[start : start + block], v[start : start + block], convolved)
         for start in range(0, examples, block)
     ]
     return torch.cat(parts)
 
 
-def _gram_block(u: Tensor, v: Tensor) -> Tensor:
+def _gram_block(u: Tensor, v: Tensor, convolved: bool) -> Tensor:
     rows, cols = torch.bmm(u, u.mT), torch.bmm(v, v.mT)
     largest = (_diagonal(rows) * _diagonal(cols)).sqrt_().sum(1)
     slack = rounding(u, u.shape[2] + v.shape[2])
-    return rows.mul_(cols).sum((1, 2)).add_(largest.square_(), alpha=slack)
+    squares = rows.mul_(cols).sum((1, 2)).add_(largest.square(), alpha=slack)
+    if coarse(u, convolved) and not coarse(u):
+        return squares.clamp_(min=0.0).sqrt_().add_(largest, alpha=2 * TF32).square_()
+    return squares
 
 
 def _diagonal(gram: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class ConvPiece(Piece):
         assert self.weight is not None
         unfolded = self.weight.shape[1:].numel() * self._b().shape[2:].numel()
         parts = [
-            gram_square_norm(grads.flatten(2).mT, self._unfolded(x).mT)
+            gram_square_norm(grads.flatten(2).mT, self._unfolded(x).mT, convolved=True)
             for grads, x in self._blocks(unfolded)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
