@@ -272,3 +272,17 @@ class Budget:
     def epsilon_of(self, R: float) -> float:
         """An upper bound on ε of a schedule with Σ_t 1/σ_t² = R, by this budget's terms."""
         return epsilon_of(R, delta=self.delta, relation=self.relation, conversion=self.conversion)
+
+
+def as_budget(value: object) -> Budget:
+    """The Budget itself, or the one that a pair (ε, δ) of numbers describes (add-remove, exact)."""
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return Budget(epsilon=value[0], delta=value[1])
+    raise InputError(
+        "a Budget, or a pair (epsilon, delta)",
+        name="budget",
+        value=value,
+        remedy="For example dim.Budget(epsilon=2, delta=1e-5).",
+    )
