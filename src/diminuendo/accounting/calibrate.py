@@ -98,7 +98,7 @@ def most_steps(
         low, high = high, 2 * high
         if high > _MOST_STEPS:
             raise InputError(
-                f"small enough that {_MOST_STEPS:.0e} steps exceed the budget",
+                f"small enough that {_MOST_STEPS:,} steps exceed the budget",
                 name="sigma",
                 value=sigma,
             )
