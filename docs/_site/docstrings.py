@@ -7,7 +7,8 @@ from typing import Any
 
 import griffe
 
-_ROW = re.compile(r"^(?P<names>`?[\w*]+`?(?:, `?[\w*]+`?)*)(?: {2,}(?P<text>\S.*))?$")
+_NAMES = re.compile(r"`?[\w*]+`?(?:, `?[\w*]+`?)*$")
+_FIRST = re.compile(r"(?P<names>\S(?:[^ ]| (?! ))*)(?: {2,}|\n {3,})(?=\S)")
 
 
 class AlignedColumns(griffe.Extension):
@@ -20,18 +21,21 @@ class AlignedColumns(griffe.Extension):
 
 
 def _listed(paragraph: str) -> str:
-    lines = paragraph.splitlines()
-    first = _ROW.match(lines[0]) if lines else None
-    if first is None or not (first["text"] or (len(lines) > 1 and lines[1].startswith("   "))):
+    """A paragraph whose first line has two columns, and whose other lines keep to them."""
+    first = _FIRST.match(paragraph)
+    if first is None or not _NAMES.match(first["names"]):
         return paragraph
+    column = len(first[0].rsplit("\n", 1)[-1])
     items: list[str] = []
-    for line in lines:
-        row = _ROW.match(line)
-        if line.startswith("  ") and items:
-            items[-1] += f" {line.strip()}"
-        elif row is not None:
-            names = ", ".join(f"`{name.strip('`')}`" for name in row["names"].split(", "))
-            items.append(f"- {names} — {row['text'] or ''}".rstrip())
+    for line in paragraph.splitlines():
+        names, text = line[:column].strip(), line[column:].strip()
+        if len(line) <= column or line[column - 1] != " ":
+            names, text = line.strip(), ""
+        if not names and items:
+            items[-1] += f" {text}"
+        elif _NAMES.match(names):
+            listed = ", ".join(f"`{name.strip('`')}`" for name in names.split(", "))
+            items.append(f"- {listed} — {text}".rstrip())
         else:
             return paragraph
     return "\n".join(items)

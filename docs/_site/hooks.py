@@ -71,13 +71,22 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _rooms() -> dict[str, Path]:
-    found = {}
-    for path in sorted(SOURCE.iterdir()):
-        module = path / "__init__.py" if path.is_dir() else path
-        name = path.stem
-        if module.suffix == ".py" and module.exists() and name[0] != "_" and name not in HIDDEN:
-            found[name] = module
-    return found
+    """Public modules by dotted name: those at the top, packages inside packages, and the modules of
+    a package that lists no names (`__all__`) of its own."""
+    found: dict[str, Path] = {}
+    for path in SOURCE.rglob("*.py"):
+        package = path.name == "__init__.py"
+        parts = (path.parent if package else path.with_suffix("")).relative_to(SOURCE).parts
+        if not parts or HIDDEN & {*parts} or any(part[0] == "_" for part in parts):
+            continue
+        inner = package or (len(parts) == 2 and not _lists_names(path.with_name("__init__.py")))
+        if len(parts) == 1 or (inner and (not package or _lists_names(path))):
+            found[".".join(parts)] = path
+    return dict(sorted(found.items()))
+
+
+def _lists_names(path: Path) -> bool:
+    return "__all__" in path.read_text()
 
 
 def _lead(path: Path) -> str:
