@@ -36,6 +36,7 @@ class Block(NamedTuple):
     title: str
     text: str
     skipped: str
+    line: int
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -44,8 +45,15 @@ def blocks(page: str) -> Iterator[Block]:
         r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<text>.*?)^```$",
         re.DOTALL | re.MULTILINE,
     )
-    for match in fenced.finditer((ROOT / page).read_text()):
-        yield Block(match["language"], match["title"] or "", match["text"], match["reason"] or "")
+    content = (ROOT / page).read_text()
+    for match in fenced.finditer(content):
+        yield Block(
+            language=match["language"],
+            title=match["title"] or "",
+            text=match["text"],
+            skipped=match["reason"] or "",
+            line=content.count("\n", 0, match.start("text")),
+        )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page))])
@@ -67,7 +75,7 @@ def run(block: Block, page: str, names: dict[str, object]) -> None:
     elif block.language == "json":
         json.loads(block.text)
     elif block.language == "python" and not block.title:
-        exec(compile(block.text, page, "exec"), names)
+        exec(compile("\n" * block.line + block.text, ROOT / page, "exec"), names)
     elif block.language == "sh":
         for line in block.text.replace("\\\n", " ").splitlines():
             command, *arguments = shlex.split(line, comments=True) or [""]
