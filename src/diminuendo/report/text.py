@@ -28,7 +28,6 @@ def number(value: float) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """The plan in words: its noise, its privacy claim, its bound, and what was assumed."""
     budget, sigmas = plan.budget, plan.sigmas
     least, most = plan.rates.min(), plan.rates.max()
     rate = f"{least:g}" if least == most else f"{least:g} to {most:g}, step by step"
