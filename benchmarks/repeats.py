@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from diminuendo.experiments import Replica, repeats
-from diminuendo.experiments.perceptrons import Perceptrons
+from diminuendo.replicas import Replica
+from diminuendo.replicas import engine as repeats
+from diminuendo.replicas.perceptrons import Perceptrons
 
 Step = Callable[[], object]
 EXAMPLES, INPUTS, HIDDEN, CLASSES = 1000, 60, 1000, 10

@@ -22,16 +22,17 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.cli.options import print_table
-from diminuendo.experiments import Outcome, Replica, data, train
-from diminuendo.experiments.auxiliary import Shape
-from diminuendo.experiments.networks import TwoLayers
-from diminuendo.experiments.statistics import interval, paired
-from diminuendo.experiments.tuning import Chosen, Space
 from diminuendo.ledger import identify, verify
+from diminuendo.paper import data
+from diminuendo.replicas import Outcome, Replica, train
+from diminuendo.replicas.statistics import interval, paired
 from diminuendo.report import figures, html
 from diminuendo.report.figures import Panel, Series
 from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients, Result, fit
+from diminuendo.tuning.auxiliary import Shape
+from diminuendo.tuning.auxiliary_tuning import Chosen, Space
+from diminuendo.tuning.networks import TwoLayers
 
 EXAMPLES, HIDDEN, CLIP, RATE = 1000, 1000, 4.0, 0.1
 BUDGET = dim.Budget(epsilon=4, delta=1e-8)

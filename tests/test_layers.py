@@ -26,11 +26,14 @@ CORE = {*BEFORE}
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
-BEFORE["experiments"] = {*BEFORE}
+BEFORE["replicas"] = {*CORE, "training", "ledger"}
+BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
+BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}
+BEFORE["paper"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
 GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
+LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "measuring")}
 """Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
 `influence.measure` for its runs."""
 

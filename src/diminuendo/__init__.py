@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         SchemaError,
     )
     from diminuendo.events import GaussianStep
-    from diminuendo.experiments.tuning import tune
     from diminuendo.ledger import Ledger
     from diminuendo.planning import Plan, PlanWarning, plan
+    from diminuendo.tuning.auxiliary_tuning import tune
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _HOMES = {
     "delta": "accounting.account",
     "epsilon": "accounting.account",
     "plan": "planning",
-    "tune": "experiments.tuning",
+    "tune": "tuning.auxiliary_tuning",
 }
 _MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
 

@@ -50,7 +50,9 @@ def reproduce(
     Example: diminuendo reproduce all --quick --out out/paper
     """
     need_torch(device)
-    from diminuendo.experiments import data, reproduction, story
+    from diminuendo.paper import data
+    from diminuendo.paper import figure as reproduction
+    from diminuendo.paper import page as story
 
     _validate.choice("the part", part, PARTS)
     console = Console(stderr=True)

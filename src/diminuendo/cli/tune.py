@@ -77,10 +77,10 @@ def tune(
     --classes 10 -o out
     """
     need_torch(device)
-    from diminuendo.experiments.auxiliary import Shape
-    from diminuendo.experiments.networks import TwoLayers
-    from diminuendo.experiments.tuning import Space
-    from diminuendo.experiments.tuning import tune as search
+    from diminuendo.tuning.auxiliary import Shape
+    from diminuendo.tuning.auxiliary_tuning import Space
+    from diminuendo.tuning.auxiliary_tuning import tune as search
+    from diminuendo.tuning.networks import TwoLayers
 
     tuned = search(
         make_budget(epsilon, delta, relation, conversion),

@@ -22,8 +22,8 @@ from diminuendo.influence.measured import from_file, from_values
 from diminuendo.influence.spectral import spectrum
 
 if TYPE_CHECKING:
-    from diminuendo.experiments.curvature import spectrum_of
-    from diminuendo.experiments.measuring import measure
+    from diminuendo.measuring.curvature import spectrum_of
+    from diminuendo.measuring.retraining import measure
 
 __all__ = [
     "FLOOR",
@@ -43,11 +43,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`measure` and `spectrum_of` train and differentiate: they bring torch when first used."""
     if name == "measure":
-        from diminuendo.experiments.measuring import measure
+        from diminuendo.measuring.retraining import measure
 
         return measure
     if name == "spectrum_of":
-        from diminuendo.experiments.curvature import spectrum_of
+        from diminuendo.measuring.curvature import spectrum_of
 
         return spectrum_of
     raise AttributeError(f"module 'diminuendo.influence' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Choosing a schedule and its settings, without or with a cost in privacy."""
