@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo import influence
+from diminuendo.measuring import MeasuredInfluence, measure
 from diminuendo.measuring.curvature import lanczos, spectrum_of
-from diminuendo.measuring.retraining import MeasuredInfluence, measure
 
 N, D, T = 50, 12, 20
 CLIP, LR = 200.0, 0.3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo.replicas import Outcome, Replica, initialise, kernels, train
-from diminuendo.replicas.cuda_graph import Replayed
+from diminuendo.replicas.cuda_graph import CapturedSteps
 from diminuendo.training import PrivateDescent, fit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -60,9 +60,11 @@ def run(sets: int) -> list[Outcome]:
 @pytest.mark.parametrize("sets", [1, 2])
 def test_replicas_equal_the_trainer(sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[slice] = []
-    record = Replayed._record
+    capture = CapturedSteps._capture
     monkeypatch.setattr(
-        Replayed, "_record", lambda self, rows, up: (recorded.append(rows), record(self, rows, up))
+        CapturedSteps,
+        "_capture",
+        lambda self, rows, up: (recorded.append(rows), capture(self, rows, up)),
     )
     outcomes = run(sets)
     assert recorded == [slice(0, 3), slice(0, 2)]

@@ -7,13 +7,11 @@ import torch
 
 from diminuendo.errors import InputError
 from diminuendo.replicas import Replica, train
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.networks import TwoLayers
+from diminuendo.tuning import Shape, TwoLayers, auxiliary
 
 NETWORK = TwoLayers(4, 5, 2)
-SETS = auxiliary.several(Shape(examples=30, features=4, classes=2), 3)
-TESTS = auxiliary.several(Shape(examples=17, features=4, classes=2), 3, seed=1)
+SETS = auxiliary.synthetic_sets(Shape(examples=30, features=4, classes=2), 3)
+TESTS = auxiliary.synthetic_sets(Shape(examples=17, features=4, classes=2), 3, seed=1)
 
 
 def replica(data: int) -> Replica:

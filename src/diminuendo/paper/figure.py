@@ -1,163 +1,71 @@
-"""The paper's figure and tables, from data to numbers. Every part is stored when it is done.
+"""The paper's figure: every variant at every number of examples, tuned on auxiliary data alone.
 
-A folder belongs to one setting: with another one it is refused, so that nothing is mixed or lost.
+Every part is stored when it is done, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from diminuendo import _files, _validate, bounds
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
-from diminuendo.errors import InputError
-from diminuendo.measuring.retraining import MeasuredInfluence
+from diminuendo.measuring.result import MeasuredInfluence
 from diminuendo.paper import data
 from diminuendo.paper import influence as influences
-from diminuendo.paper import quadratics as excess
 from diminuendo.paper.data import Pool
 from diminuendo.paper.digits import Digits
+from diminuendo.paper.results import METRICS, Cell, Efficiency, FigureResults, Metric
+from diminuendo.paper.setting import Run, Setting
 from diminuendo.paper.variants import DELTA, EPSILON, MOMENTUM, UNIFORM, VARIANTS, Variant
-from diminuendo.replicas.engine import Outcome, Replica, train
+from diminuendo.replicas.engine import train
+from diminuendo.replicas.replica import Outcome, Replica
 from diminuendo.replicas.statistics import examples_needed, interval, paired
-from diminuendo.tuning import auxiliary
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.auxiliary_tuning import Candidate, make_plan, tune
+from diminuendo.tuning.auxiliary import Shape, gaussian
+from diminuendo.tuning.auxiliary_tuning import tune
 from diminuendo.tuning.networks import TwoLayers
+from diminuendo.tuning.space import Candidate, CurveOf, make_plan
 
-Say = Callable[[str], None]
-METRICS = ("train_loss", "test_loss", "test_accuracy")
+Measured = Mapping[tuple[str, float], MeasuredInfluence]
+"""Measured influences by task and momentum."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How much is run. The grid of each task is (its numbers of examples, the one in focus).
-
-    A candidate is trained at least `tuning_repeats` times, and as often as it takes to have seen
-    `tuning_examples`: where N is small, runs are noisy and cheap.
-    """
-
-    repeats: int = 100
-    trials: int = 16
-    tuning_repeats: int = 4
-    tuning_examples: int = 3000
-    influence_steps: int = 100
-    influence_repeats: int = 12
-    influence_points: int = 10
-    hidden: int = 1000
-    grids: Mapping[str, tuple[tuple[int, ...], int]]
-
-    def __post_init__(self) -> None:
-        _validate.count("repeats", self.repeats, at_least=2)
+FIRST_SEED = 10_000
+"""Seeds of the repeats start here: tuning uses none of them."""
 
 
-def full(repeats: int = 100) -> Setting:
-    """At most 45 minutes on two cores."""
-    return Setting(
-        repeats=repeats,
-        grids={"MNIST35": ((250, 500, 1000), 500), "MNIST": ((500, 1000, 2000), 1000)},
-    )
-
-
-def quick(repeats: int = 8) -> Setting:
-    """At most three minutes on two cores: the same story with wide intervals."""
-    return Setting(
-        repeats=repeats,
-        trials=6,
-        tuning_repeats=2,
-        tuning_examples=0,
-        influence_steps=60,
-        influence_repeats=4,
-        influence_points=6,
-        grids={"MNIST35": ((250, 500), 500), "MNIST": ((500,), 500)},
-    )
-
-
-class Folder:
-    """The results of one setting, each part in its own file."""
-
-    def __init__(self, path: str | Path, setting: Mapping[str, Any]) -> None:
-        self.path = _files.make_folder(path)
-        _files.make_folder(self.path / "runs")
-        wanted = json.loads(json.dumps(setting))
-        marker = self.path / "setting.json"
-        if not marker.exists():
-            _files.write_text(marker, json.dumps(wanted, indent=1, ensure_ascii=False))
-            return
-        stored = _files.parse_json(
-            _files.read_text(marker, name="the setting"), name="the setting", source=str(marker)
-        )
-        differing = sorted(k for k in {*wanted, *stored} if wanted.get(k) != stored.get(k))
-        if differing:
-            raise InputError(
-                "a folder of the same setting, or a new one",
-                name="--out",
-                value=str(path),
-                remedy=f"It was begun with other values of {', '.join(differing)}. Nothing was "
-                "changed.",
-            )
-
-    def remembered(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The stored part, or the computed one, stored."""
-        path = self.path / "runs" / f"{name}.json"
-        if path.exists():
-            text = _files.read_text(path, name="a stored part")
-            return _files.parse_json(text, name="a stored part", source=str(path))
-        value = json.loads(json.dumps(compute()))
-        _files.write_text(path, json.dumps(value, ensure_ascii=False))
-        return value
-
-
-@dataclass(frozen=True)
-class Run:
-    """Who runs where, and who is told."""
-
-    folder: Folder
-    setting: Setting
-    device: str | None
-    progress: bool
-    say: Say
-
-
-def figure(digits: Digits, run: Run) -> dict[str, Any]:
-    """Influence, and every variant at every N, tuned on auxiliary data alone."""
+def figure(digits: Digits, run: Run) -> FigureResults:
+    """The measured influences, and all variants of both tasks."""
     pools = {name: data.pool(digits, data.TASKS[name]) for name in run.setting.grids}
     measured = {
-        (task, beta): _influence(run, task, beta)
+        (task, beta): _measure(run, task, beta)
         for task in run.setting.grids
         for beta in (0.0, MOMENTUM)
     }
     cells = [
         cell
-        for task, pool in pools.items()
+        for pool in pools.values()
         for n in _counts(run.setting, pool)
-        for cell in _at(run, pool, n, measured)
+        for cell in _cells(run, pool, n, measured)
     ]
-    return {
-        "data": digits.source,
-        "epsilon": EPSILON,
-        "delta": DELTA,
-        "repeats": run.setting.repeats,
-        "grids": {name: list(_counts(run.setting, pool)) for name, pool in pools.items()},
-        "focus": {name: _focus(run.setting, pool) for name, pool in pools.items()},
-        "influence": [
-            {"task": task, "momentum": beta, **influences.facts(one)}
-            for (task, beta), one in measured.items()
-        ],
-        "cells": cells,
-        "efficiency": _efficiency(cells),
-    }
+    return FigureResults(
+        data=digits.source,
+        epsilon=EPSILON,
+        delta=DELTA,
+        repeats=run.setting.repeats,
+        grids={name: list(_counts(run.setting, pool)) for name, pool in pools.items()},
+        focus={name: _focus(run.setting, pool) for name, pool in pools.items()},
+        influence=[influences.summary(one, *key) for key, one in measured.items()],
+        cells=cells,
+        efficiency=_efficiency(cells),
+    )
 
 
 def _counts(setting: Setting, pool: Pool) -> tuple[int, ...]:
-    """The grid as far as the pool reaches."""
+    """The numbers of examples in the grid for which the pool is large enough."""
     return tuple(n for n in setting.grids[pool.task.name][0] if n <= pool.labels.size)
 
 
@@ -166,8 +74,8 @@ def _focus(setting: Setting, pool: Pool) -> int:
 
 
 def _network(setting: Setting, task: str) -> TwoLayers:
-    shape = data.TASKS[task]
-    return TwoLayers(shape.features, setting.hidden, shape.classes)
+    facts = data.TASKS[task]
+    return TwoLayers(facts.features, setting.hidden, facts.classes)
 
 
 def _shape(task: str, examples: int) -> Shape:
@@ -180,16 +88,16 @@ def _shape(task: str, examples: int) -> Shape:
     )
 
 
-def _influence(run: Run, task: str, beta: float) -> MeasuredInfluence:
+def _measure(run: Run, task: str, beta: float) -> MeasuredInfluence:
     """On auxiliary data of the size in focus, around uniform noise of the exact budget."""
     setting = run.setting
     examples = setting.grids[task][1]
 
     def compute() -> dict[str, Any]:
         run.say(f"influence by retraining: {task}, N = {examples}, momentum {beta:g}")
-        found = influences.around_uniform(
+        measured = influences.around_uniform(
             _network(setting, task),
-            auxiliary.gaussian(_shape(task, examples), seed=7),
+            gaussian(_shape(task, examples), seed=7),
             Budget(epsilon=EPSILON, delta=DELTA),
             steps=setting.influence_steps,
             points=setting.influence_points,
@@ -198,121 +106,69 @@ def _influence(run: Run, task: str, beta: float) -> MeasuredInfluence:
             device=run.device,
             progress=run.progress,
         )
-        return {"measured": found.to_json()}
+        return {"measured": measured.to_json()}
 
-    stored = run.folder.remembered(f"influence-{task}-{beta:g}", compute)
+    stored = run.folder.stored_or(f"influence-{task}-{beta:g}", compute)
     return MeasuredInfluence.from_json(stored["measured"])
 
 
-def _at(
-    run: Run, pool: Pool, examples: int, measured: Mapping[tuple[str, float], MeasuredInfluence]
-) -> list[dict[str, Any]]:
+def _cells(run: Run, pool: Pool, examples: int, measured: Measured) -> list[Cell]:
     """All variants of one task at one N: tuned, then run on the same samples, starts and noise."""
     task, setting = pool.task.name, run.setting
-    network = _network(setting, task)
-    wanted = [v for v in VARIANTS if v.everywhere or examples == _focus(setting, pool)]
-    curves = {v.key: _curve(v, task, measured) for v in wanted}
-    chosen = [v for v in wanted if v.measured_momentum is None or curves[v.key] is not None]
-    for variant in wanted:
-        if variant not in chosen:
-            run.say(
-                f"{task}: no curve can be made of the measured influence, so {variant.title!r} "
-                "is left out; more repeats would help"
-            )
-    tuned = {v.key: _tuned(run, task, examples, v, curves[v.key]) for v in chosen}
-    run.say(f"{task}, N = {examples}: {setting.repeats} repeats of {len(chosen)} variants")
-    samples = data.draw_many(pool, examples, range(setting.repeats))
-    replicas = [
-        Replica(
-            sigmas=tuned[v.key].sigmas(v.budget, curves[v.key]),
-            lr=tuned[v.key].lr,
-            clip=tuned[v.key].clip,
-            beta=tuned[v.key].momentum,
-            seed=_FIRST_SEED + r,
-            data=r,
-        )
-        for v in chosen
-        for r in range(setting.repeats)
-    ]
-    outcomes = train(
-        network,
-        [sample.train for sample in samples],
-        replicas,
-        evaluate={"test": [sample.test for sample in samples]},
-        device=run.device,
-        progress=run.progress,
-        store=run.folder.path / "runs" / f"{task}-{examples}.jsonl",
-    )
-    values = {
-        v.key: _values(outcomes[k * setting.repeats : (k + 1) * setting.repeats])
-        for k, v in enumerate(chosen)
+    curves = {
+        variant.key: _curve_of(variant, task, measured)
+        for variant in VARIANTS
+        if variant.everywhere or examples == _focus(setting, pool)
     }
+    variants = [v for v in VARIANTS if v.key in curves and _can_plan(run, task, v, curves[v.key])]
+    tuned = {v.key: _tuned(run, task, examples, v, curves[v.key]) for v in variants}
+    outcomes = _outcomes(run, pool, examples, variants, tuned, curves)
+    values = {key: _values(own) for key, own in outcomes.items()}
+    parameters = _network(setting, task).parameters
     return [
-        {
-            "task": task,
-            "examples": examples,
-            "variant": v.key,
-            "title": v.title,
-            "conversion": v.conversion,
+        Cell(
+            task=task,
+            examples=examples,
+            variant=v.key,
+            title=v.title,
+            conversion=v.conversion,
             **asdict(tuned[v.key]),
-            "epsilon": make_plan(
-                tuned[v.key], v.budget, examples, network.parameters, curves[v.key]
-            ).epsilon,
-            "failed": int(np.isnan(values[v.key]["train_loss"]).sum()),
-            **{m: interval(values[v.key][m])._asdict() for m in METRICS},
-            "against_uniform": {
-                m: paired(values[v.key][m], values[UNIFORM.key][m])._asdict() for m in METRICS
+            epsilon=make_plan(tuned[v.key], v.budget, examples, parameters, curves[v.key]).epsilon,
+            failed=int(np.isnan(values[v.key]["train_loss"]).sum()),
+            **{m: interval(values[v.key][m]) for m in METRICS},
+            against_uniform={m: paired(values[v.key][m], values[UNIFORM.key][m]) for m in METRICS},
+            against_same_budget={
+                m: paired(values[v.key][m], values[_reference(v, values)][m]) for m in METRICS
             },
-            "against_same_budget": {
-                m: paired(values[v.key][m], values[_reference(v, values)][m])._asdict()
-                for m in METRICS
-            },
-        }
-        for v in chosen
+        )
+        for v in variants
     ]
 
 
-_FIRST_SEED = 10_000
-"""Seeds of the repeats: none that tuning has used."""
-
-
-def _curve(
-    variant: Variant, task: str, measured: Mapping[tuple[str, float], MeasuredInfluence]
-) -> Callable[[int], Vector] | None:
+def _curve_of(variant: Variant, task: str, measured: Measured) -> CurveOf | None:
     beta = variant.measured_momentum
-    return None if beta is None else influences.curve(measured[task, beta], beta)
+    return None if beta is None else influences.curve_of(measured[task, beta], beta)
 
 
-def _reference(variant: Variant, values: Mapping[str, Any]) -> str:
-    """Uniform noise under the same conversion, where that was run."""
-    same = "uniform-exact" if variant.conversion == "exact" else UNIFORM.key
-    return same if same in values else UNIFORM.key
-
-
-def _values(outcomes: Sequence[Outcome]) -> dict[str, Vector]:
-    def of(outcome: Outcome, metric: str) -> float:
-        if outcome.status != "done":
-            return math.nan
-        if metric == "train_loss":
-            return outcome.train_loss
-        found = outcome.evaluations["test"][metric.removeprefix("test_")]
-        return math.nan if found is None else found
-
-    return {m: np.array([of(outcome, m) for outcome in outcomes]) for m in METRICS}
+def _can_plan(run: Run, task: str, variant: Variant, curve: CurveOf | None) -> bool:
+    """Whether a variant that follows a measured influence has a curve to follow."""
+    if variant.measured_momentum is None or curve is not None:
+        return True
+    run.say(
+        f"{task}: the measured influence is positive at too few steps, so {variant.title!r} is "
+        "left out; more repeats would help"
+    )
+    return False
 
 
 def _tuned(
-    run: Run,
-    task: str,
-    examples: int,
-    variant: Variant,
-    curve: Callable[[int], Vector] | None,
+    run: Run, task: str, examples: int, variant: Variant, curve: CurveOf | None
 ) -> Candidate:
     setting = run.setting
 
     def compute() -> dict[str, Any]:
         run.say(f"{task}, N = {examples}: tuning {variant.title}")
-        result = tune(
+        best = tune(
             variant.budget,
             _shape(task, examples),
             families=(variant.family,),
@@ -325,86 +181,108 @@ def _tuned(
             repeats=max(setting.tuning_repeats, setting.tuning_examples // examples),
             device=run.device,
             progress=run.progress,
-        )
-        best = result.best
+        ).best
         return {
             "candidate": asdict(best.candidate),
             "score": best.score,
             "trials": [{**asdict(t.candidate), "score": t.score} for t in best.trials],
         }
 
-    stored = run.folder.remembered(f"tuned-{task}-{examples}-{variant.key}", compute)
+    stored = run.folder.stored_or(f"tuned-{task}-{examples}-{variant.key}", compute)
     candidate = Candidate(**stored["candidate"])
-    run.say(f"{task}, N = {examples}: {variant.title}: {_words(candidate)}")
+    run.say(f"{task}, N = {examples}: {variant.title}: {_described(candidate)}")
     return candidate
 
 
-def _words(candidate: Candidate) -> str:
-    words = [f"T = {candidate.steps}"]
+def _described(candidate: Candidate) -> str:
+    parts = [f"T = {candidate.steps}"]
     if candidate.fall is not None:
-        words.append(f"σ falls to {candidate.fall:.2f}")
-    words.append(f"lr {candidate.lr:.3g}, clip {candidate.clip:.3g}")
+        parts.append(f"σ falls to {candidate.fall:.2f} of its start")
+    parts.append(f"lr {candidate.lr:.3g}, clip {candidate.clip:.3g}")
     if candidate.momentum:
-        words.append(f"momentum {candidate.momentum:.2f}")
-    return ", ".join(words)
+        parts.append(f"momentum {candidate.momentum:.2f}")
+    return ", ".join(parts)
 
 
-def _efficiency(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _outcomes(
+    run: Run,
+    pool: Pool,
+    examples: int,
+    variants: Sequence[Variant],
+    tuned: Mapping[str, Candidate],
+    curves: Mapping[str, CurveOf | None],
+) -> dict[str, Sequence[Outcome]]:
+    """The repeats of every variant, by its key; repeat r has the same sample and seed in all."""
+    task, repeats = pool.task.name, run.setting.repeats
+    run.say(f"{task}, N = {examples}: {repeats} repeats of {len(variants)} variants")
+    samples = data.draw_many(pool, examples, range(repeats))
+    replicas = [
+        Replica(
+            sigmas=tuned[v.key].sigmas(v.budget, curves[v.key]),
+            lr=tuned[v.key].lr,
+            clip=tuned[v.key].clip,
+            beta=tuned[v.key].momentum,
+            seed=FIRST_SEED + r,
+            data=r,
+        )
+        for v in variants
+        for r in range(repeats)
+    ]
+    outcomes = train(
+        _network(run.setting, task),
+        [sample.train for sample in samples],
+        replicas,
+        evaluate={"test": [sample.test for sample in samples]},
+        device=run.device,
+        progress=run.progress,
+        store=run.folder.path / "runs" / f"{task}-{examples}.jsonl",
+    )
+    return {v.key: outcomes[k * repeats : (k + 1) * repeats] for k, v in enumerate(variants)}
+
+
+def _reference(variant: Variant, values: Mapping[str, Any]) -> str:
+    """The key of uniform noise under the same conversion, where that was run."""
+    same = "uniform-exact" if variant.conversion == "exact" else UNIFORM.key
+    return same if same in values else UNIFORM.key
+
+
+def _values(outcomes: Sequence[Outcome]) -> dict[Metric, Vector]:
+    """Each metric over the runs; NaN for a run that was not finite."""
+
+    def value(outcome: Outcome, metric: Metric) -> float:
+        if outcome.status != "done":
+            return math.nan
+        if metric == "train_loss":
+            return outcome.train_loss
+        number = outcome.evaluations["test"][metric.removeprefix("test_")]
+        return math.nan if number is None else number
+
+    return {m: np.array([value(outcome, m) for outcome in outcomes]) for m in METRICS}
+
+
+def _efficiency(cells: Sequence[Cell]) -> list[Efficiency]:
     """For every variant: how many examples uniform noise, as printed, needs for its accuracy."""
     rows = []
-    for task in dict.fromkeys(cell["task"] for cell in cells):
-        mine = [cell for cell in cells if cell["task"] == task]
+    for cell in cells:
+        if cell.variant == UNIFORM.key:
+            continue
         uniform = sorted(
-            (cell for cell in mine if cell["variant"] == UNIFORM.key), key=lambda c: c["examples"]
+            (c for c in cells if c.task == cell.task and c.variant == UNIFORM.key),
+            key=lambda c: c.examples,
         )
-        for cell in mine:
-            if cell["variant"] == UNIFORM.key:
-                continue
-            needed = examples_needed(
-                [u["examples"] for u in uniform],
-                [u["test_accuracy"]["mean"] for u in uniform],
-                cell["test_accuracy"]["mean"],
+        needed = examples_needed(
+            [c.examples for c in uniform],
+            [c.test_accuracy.mean for c in uniform],
+            cell.test_accuracy.mean,
+        )
+        rows.append(
+            Efficiency(
+                task=cell.task,
+                variant=cell.variant,
+                title=cell.title,
+                examples=cell.examples,
+                uniform_needs=needed,
+                ratio=None if needed is None else needed / cell.examples,
             )
-            rows.append(
-                {
-                    "task": task,
-                    "variant": cell["variant"],
-                    "title": cell["title"],
-                    "examples": cell["examples"],
-                    "uniform_needs": needed,
-                    "ratio": None if needed is None else needed / cell["examples"],
-                }
-            )
+        )
     return rows
-
-
-def tables(run: Run) -> dict[str, Any]:
-    """Both tables of bounds over N, and the bounds against the measured excess risk."""
-    budget = Budget(epsilon=EPSILON, delta=DELTA)
-    counts = [100, 1000, 10_000, 100_000, 1_000_000]
-
-    def rows(table: Callable[..., list[bounds.Row]]) -> list[dict[str, Any]]:
-        columns = [table(budget, examples=n, parameters=_DIMENSION) for n in counts]
-        return [
-            {
-                "algorithm": row[0].algorithm,
-                "formula": row[0].formula,
-                "ours": row[0].ours,
-                "bounds": [r.bound for r in row],
-            }
-            for row in zip(*columns, strict=True)
-        ]
-
-    run.say("both tables, and bounds against measured excess risk")
-    return {
-        "examples": counts,
-        "parameters": _DIMENSION,
-        "empirical": rows(bounds.empirical_risk_table),
-        "true": rows(bounds.true_risk_table),
-        "excess": run.folder.remembered(
-            "excess", lambda: excess.compare(budget, counts=(50, 100, 200, 500, 1000))
-        ),
-    }
-
-
-_DIMENSION = 100

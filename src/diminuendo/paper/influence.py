@@ -1,18 +1,19 @@
-"""The influence that a study plans with: measured by retraining on auxiliary data."""
+"""The influence curves that a reproduction plans with, measured on auxiliary data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from diminuendo._validate import Vector
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
-from diminuendo.measuring.retraining import ExponentialFit, MeasuredInfluence, measure
-from diminuendo.replicas.engine import Model
+from diminuendo.measuring.result import ExponentialFit, MeasuredInfluence
+from diminuendo.measuring.retraining import measure
+from diminuendo.paper.results import InfluenceCurve
+from diminuendo.replicas.replica import Model
 from diminuendo.tuning.auxiliary import Labelled
+from diminuendo.tuning.space import CurveOf
 
 
 def around_uniform(
@@ -29,7 +30,7 @@ def around_uniform(
     device: str | None = None,
     progress: bool = True,
 ) -> MeasuredInfluence:
-    """The influence of a run whose noise is uniform, in the paper's setting."""
+    """The influence in a run with uniform noise, at `points` of its steps, as the paper has it."""
     return measure(
         model,
         data,
@@ -45,11 +46,12 @@ def around_uniform(
     )
 
 
-def curve(measured: MeasuredInfluence, beta: float) -> Callable[[int], Vector] | None:
-    """q_1…q_T for any T: rising for gradient descent, as it was measured with momentum.
+def curve_of(measured: MeasuredInfluence, beta: float) -> CurveOf | None:
+    """A function that gives q_1…q_T for any T: rising for gradient descent, as measured with
+    momentum.
 
-    None where too few steps hurt for a curve: noise can also help early on, and no schedule
-    follows from that.
+    None where the influence is positive at too few steps: early noise can also lower the final
+    loss, and no schedule follows from that.
     """
     if _fit(measured) is None:
         return None
@@ -63,17 +65,24 @@ def _fit(measured: MeasuredInfluence) -> ExponentialFit | None:
         return None
 
 
-def facts(measured: MeasuredInfluence) -> dict[str, Any]:
-    """For pages and files: the points with their 95% half-widths, and the exponential fit."""
+def summary(measured: MeasuredInfluence, task: str, momentum: float) -> InfluenceCurve:
+    """The measured points with their 95% half-widths, and the exponential fit."""
     fit = _fit(measured)
     low, high = measured.interval
-    return {
-        "steps": measured.steps.tolist(),
-        "mean": measured.mean.tolist(),
-        "half": ((high - low) / 2).tolist(),
-        "total": measured.total_steps,
-        "gamma": None if fit is None else fit.gamma,
-        "gamma_low": None if fit is None else fit.low,
-        "gamma_high": None if fit is None else fit.high,
-        "r_squared": None if fit is None else fit.r_squared,
-    }
+    fitted: dict[str, Any] = dict.fromkeys(("gamma", "gamma_low", "gamma_high", "r_squared"))
+    if fit is not None:
+        fitted = {
+            "gamma": fit.gamma,
+            "gamma_low": fit.low,
+            "gamma_high": fit.high,
+            "r_squared": fit.r_squared,
+        }
+    return InfluenceCurve(
+        task=task,
+        momentum=momentum,
+        steps=measured.steps.tolist(),
+        mean=measured.mean.tolist(),
+        half=((high - low) / 2).tolist(),
+        total=measured.total_steps,
+        **fitted,
+    )

@@ -1,27 +1,27 @@
-"""The bounds against the truth, on problems whose constants are known: quadratics.
+"""Bounds compared with measured excess risk, on problems whose constants are known: quadratics.
 
-f(θ) = ½ Σ λ_i θ_i² with noise of deviation C·σ_t/N on each coordinate of the gradient, step 1/M.
-Everything that the theorems ask for (M, κ, the initial gap) is exact here, so that a bound can be
-held against the mean over many runs.
+f(θ) = ½ Σ λ_i θ_i², with noise of standard deviation C·σ_t/N on each coordinate of the gradient and
+steps of size 1/M. All constants of the theorems (M, κ, the initial gap) are exact here, so that a
+bound can be compared with the mean over many runs.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from diminuendo import _validate, bounds, influence, schedules
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
+from diminuendo.paper.results import ExcessRisk
 from diminuendo.replicas.statistics import Interval, interval
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """Eigenvalues of the Hessian and a start."""
+    """A quadratic loss: the eigenvalues of its Hessian, and where descent starts."""
 
     name: str
     eigenvalues: Vector
@@ -29,14 +29,17 @@ class Quadratic:
 
     @property
     def M(self) -> float:
+        """The smoothness: the largest eigenvalue."""
         return float(self.eigenvalues.max())
 
     @property
     def gamma(self) -> float:
+        """γ = 1 − 1/κ, in [0, 1)."""
         return 1 - float(self.eigenvalues.min()) / self.M
 
     @property
     def gap(self) -> float:
+        """The initial gap f(θ_1) − min f."""
         return 0.5 * float(np.sum(self.eigenvalues * self.start**2))
 
 
@@ -50,7 +53,7 @@ PROBLEMS = (
 def measured(
     problem: Quadratic, sigmas: Vector, *, clip: float, examples: int, repeats: int, seed: int = 0
 ) -> Interval:
-    """The mean of f(θ_{T+1}) over the initial gap, by simulation."""
+    """The mean of f(θ_{T+1}) over the initial gap, by simulating `repeats` runs."""
     rng = np.random.default_rng(seed)
     values = problem.eigenvalues
     theta = np.tile(problem.start, (_validate.count("repeats", repeats), 1))
@@ -62,8 +65,8 @@ def measured(
 
 def compare(
     budget: Budget, *, counts: tuple[int, ...], clip: float = 1.0, repeats: int = 2000
-) -> list[dict[str, Any]]:
-    """For each problem, N and schedule (each at its own T*): the theorem's bound, and the truth."""
+) -> list[ExcessRisk]:
+    """Bound and measured excess risk for each problem, N and schedule, each at its own best T."""
     rows = []
     for problem in PROBLEMS:
         for examples in counts:
@@ -89,16 +92,16 @@ def compare(
                         influence.gradient_descent(gamma=problem.gamma, steps=steps), budget.R
                     )
                 )
-                truth = measured(problem, sigmas, clip=clip, examples=examples, repeats=repeats)
+                risk = measured(problem, sigmas, clip=clip, examples=examples, repeats=repeats)
                 rows.append(
-                    {
-                        "problem": problem.name,
-                        "examples": examples,
-                        "schedule": name,
-                        "steps": steps,
-                        "bound": best.erub,
-                        "measured": truth.mean,
-                        "half": truth.half,
-                    }
+                    ExcessRisk(
+                        problem=problem.name,
+                        examples=examples,
+                        schedule=name,
+                        steps=steps,
+                        bound=best.erub,
+                        measured=risk.mean,
+                        half=risk.half,
+                    )
                 )
     return rows

@@ -1,11 +1,11 @@
-"""What is compared: the setting as printed, and what each improvement gives at the same (ε, δ)."""
+"""The variants that are compared at the same (ε, δ): the paper's setting and improvements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from diminuendo.budget import Budget, Conversion
-from diminuendo.tuning.auxiliary_tuning import Space
+from diminuendo.tuning.space import Space
 
 PRINTED = Space(steps=(50, 150), lr=0.1, clip=4.0, momentum=0.0, fall=(0.25, 1.0))
 """The paper's setting: clip norm 4, learning rate 0.1, T between 50 and 150."""
@@ -15,7 +15,17 @@ EPSILON, DELTA = 4.0, 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to spend the same (ε, δ). `everywhere`: run at every N, not at the focus alone."""
+    """A way to spend the same (ε, δ).
+
+    key                short name in files
+    title              name on pages
+    conversion         how (ε, δ) becomes R (`Budget.conversion`)
+    family, space      the schedules that are tuned, and over which ranges
+    measured_momentum  plan with the influence measured at this momentum; None for no influence
+    everywhere         run at every N, or only at the one in focus
+    auxiliary          the kind of labels of the synthetic data (`tuning.auxiliary.gaussian`)
+    minimise           the objective of tuning
+    """
 
     key: str
     title: str
@@ -29,6 +39,7 @@ class Variant:
 
     @property
     def budget(self) -> Budget:
+        """(4, 1e-8) under this variant's conversion."""
         return Budget(epsilon=EPSILON, delta=DELTA, conversion=self.conversion)
 
 

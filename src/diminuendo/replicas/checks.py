@@ -1,4 +1,4 @@
-"""Whether data, model and loss fit together: tried on two examples before anything is run."""
+"""Whether data, model and loss fit together: tried on two examples before anything runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from diminuendo.errors import InputError
 from diminuendo.replicas.batch import Loss, cross_entropy
-from diminuendo.replicas.perceptrons import layers_of
+from diminuendo.replicas.layers import layers_of
 from diminuendo.training.sampling import as_trained, precision_of
 
 Pair = tuple[Tensor, Tensor]
 
 
-def fitting(data: Any, model: nn.Module, loss: Loss, name: str) -> Pair:
-    """(inputs, targets) as tensors that the model and the loss take."""
-    pair = tensors(data, precision_of(model), name)
-    check(pair, model, loss, name)
+def checked_pair(data: Any, model: nn.Module, loss: Loss, name: str) -> Pair:
+    """(inputs, targets) as tensors that the model and the loss accept, or an `InputError`."""
+    pair = as_pair(data, precision_of(model), name)
+    check_pair(pair, model, loss, name)
     return pair
 
 
-def tensors(pair: Any, precision: torch.dtype, name: str) -> Pair:
-    """Inputs and targets of equal number; arrays become tensors, fractions of this precision."""
+def as_pair(pair: Any, precision: torch.dtype, name: str) -> Pair:
+    """(inputs, targets) of equal length as tensors; floating-point arrays get this precision."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise InputError("a pair (inputs, targets)", name=name, value=type(pair).__name__)
     x, y = (as_trained(part, precision) for part in pair)
@@ -38,8 +38,10 @@ def tensors(pair: Any, precision: torch.dtype, name: str) -> Pair:
     return x, y
 
 
-def check(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
-    """Precision, features, targets, and a loss for each example; the model is left as it was."""
+def check_pair(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
+    """Raise an `InputError` unless the model takes the inputs and the loss gives a number for each
+    example. The model is left as it was.
+    """
     x, y = pair
     precision = precision_of(model)
     if x.is_floating_point() and x.dtype is not precision:
@@ -51,23 +53,23 @@ def check(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
         )
     where = next(model.parameters()).device
     some, targets = x[:2].to(where), y[:2].to(where)
-    with _tried_out(model):
+    with _evaluation_mode(model):
         try:
             outputs = model(some.flatten(1) if layers_of(model) is not None else some)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise InputError(
-                "what the model takes",
+                "inputs that the model accepts",
                 name=f"the inputs of {name}",
                 value=(tuple(x.shape), str(x.dtype)),
                 remedy=f"({_first_line(error)})",
             ) from None
         if loss is cross_entropy and y.dim() == 1 and getattr(outputs, "ndim", 0) == 2:
-            _labels(y, outputs, name)
+            _check_labels(y, outputs, name)
         try:
             losses = loss(outputs, targets)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise InputError(
-                "what the loss takes",
+                "targets that the loss accepts",
                 name=f"the targets of {name}",
                 value=(tuple(y.shape), str(y.dtype)),
                 remedy=f"({_first_line(error)})",
@@ -84,8 +86,8 @@ def check(pair: Pair, model: nn.Module, loss: Loss, name: str) -> None:
 
 
 @contextmanager
-def _tried_out(model: nn.Module) -> Iterator[None]:
-    """For a call that leaves generators, buffers and modes as they were."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """For a call that leaves random generators, buffers and modes as they were."""
     modes = [(part, part.training) for part in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -96,7 +98,7 @@ def _tried_out(model: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _labels(y: Tensor, outputs: Tensor, name: str) -> None:
+def _check_labels(y: Tensor, outputs: Tensor, name: str) -> None:
     classes = outputs.shape[-1]
     if y.dtype is not torch.int64:
         raise InputError(
@@ -109,7 +111,7 @@ def _labels(y: Tensor, outputs: Tensor, name: str) -> None:
         raise InputError(
             f"labels from 0 to {classes - 1}, as the model has {classes} outputs",
             name=f"the targets of {name}",
-            value="labels beyond these",
+            value="labels outside this range",
         )
 
 

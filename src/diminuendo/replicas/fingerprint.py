@@ -1,7 +1,7 @@
-"""What tells one model or loss from another, so that results of the two are never mixed.
+"""A digest that tells one model or loss from another, so that their results are never mixed.
 
-Compared are structure, code and the values held; not the parameters, which follow from seeds, and
-not the globals that code refers to. Code is compared as Python compiled it.
+It covers structure, code and the values held. It does not cover the parameters, which follow from
+seeds, nor the globals that code refers to. Code is compared as Python compiled it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import nn
 
-_DEEPEST = 8
+_MAX_DEPTH = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def identity(of: Any) -> str:
-    """A digest that differs where the model or the loss does."""
-    return hashlib.sha256(_words(of).encode()).hexdigest()[:16]
+def fingerprint(value: Any) -> str:
+    """16 hexadecimal digits that differ where the model or the loss does."""
+    return hashlib.sha256(_text(value).encode()).hexdigest()[:16]
 
 
-def _words(value: Any, depth: int = 0) -> str:
-    if depth > _DEEPEST:
+def _text(value: Any, depth: int = 0) -> str:
+    if depth > _MAX_DEPTH:
         return "…"
 
     def all_of(*parts: Any) -> str:
-        return "(" + ", ".join(_words(part, depth + 1) for part in parts) + ")"
+        return "(" + ", ".join(_text(part, depth + 1) for part in parts) + ")"
 
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{value.dtype} {tuple(value.shape)} {value.tolist()}"
@@ -52,12 +52,12 @@ def _words(value: Any, depth: int = 0) -> str:
     if isinstance(value, (tuple, list)):
         return all_of(*value)
     if isinstance(value, (set, frozenset)):
-        return "set(" + ", ".join(sorted(_words(part, depth + 1) for part in value)) + ")"
+        return "set(" + ", ".join(sorted(_text(part, depth + 1) for part in value)) + ")"
     return _ADDRESS.sub("", repr(value))
 
 
 def _module(module: nn.Module, all_of: Any) -> str:
-    """Its printed structure; of each part its own settings, and of own classes also the code."""
+    """The printed structure, the settings of each part, and the code of classes not from torch."""
     parts: list[Any] = [repr(module)]
     for name, part in module.named_modules():
         kind = type(part)

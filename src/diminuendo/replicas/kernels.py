@@ -1,10 +1,12 @@
-"""What a GPU does in one pass over the activations instead of several, and noise for all replicas
-at once. Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there.
+"""GPU kernels that pass over the activations once instead of several times, and draw noise.
 
-The wide layer before a narrow one (a hidden layer before the classes) is where the memory traffic
-is: `rectified` makes it in the product itself; `backward` brings the derivatives back through it,
-masks them and measures both; `add_sums` sums the narrow layer's gradients up, clipped. `Philox`
-draws what `normal_` of a freshly seeded generator draws, for many seeds in one kernel.
+They need Triton, which comes with PyTorch's CUDA builds; `available` says whether it is installed.
+
+Most memory traffic is at a wide layer before a narrow one (a hidden layer before the classes).
+`rectified_product` applies its activation while the product is written; `backward` computes the
+derivatives with respect to it, masks them and takes both norms; `add_sums` adds up the narrow
+layer's clipped gradients. `Philox` draws what `normal_` of a newly seeded generator draws, for many
+seeds in one kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 available = importlib.util.find_spec("triton") is not None
 NARROW = 16
-"""Most outputs of a layer that `backward` and `add_sums` take."""
+"""The largest number of outputs for which `backward` and `add_sums` can serve a layer."""
 
 if available:
     import triton
@@ -48,14 +50,14 @@ if available:
             cols = start + tl.arange(0, COLS)
             inside = (rows[:, None] < n) & (cols[None, :] < H)
             old = value + k * K_STRIDE + rows[:, None].to(tl.int64) * N_STRIDE + cols[None, :]
-            known = tl.load(old, inside, 0.0)
-            value_norm += known * known
+            active = tl.load(old, inside, 0.0)
+            value_norm += active * active
             total = tl.zeros((ROWS, COLS), tl.float32)
             for c in tl.static_range(C):
                 left = tl.load(slope + k * n * C + rows * C + c, rows < n, 0.0)
                 right = tl.load(w + k * C * H + c * H + cols, cols < H, 0.0)
                 total += left[:, None] * right[None, :]
-            total = tl.where(known > 0, total, 0.0)
+            total = tl.where(active > 0, total, 0.0)
             norm += total * total
             tl.store(out + k * n * H + rows[:, None] * H + cols[None, :], total, inside)
         tl.store(norms + k * n + rows, tl.sqrt(tl.sum(norm, 1)), rows < n)
@@ -86,8 +88,8 @@ if available:
             weights = tl.load(left, (classes[:, None] < C) & (rows[None, :] < n), 0.0)
             weights *= tl.load(factors + k * n + rows, rows < n, 0.0)[None, :]
             place = value + k * K_STRIDE + rows[:, None].to(tl.int64) * N_STRIDE + cols[None, :]
-            known = tl.load(place, (rows[:, None] < n) & (cols[None, :] < H), 0.0)
-            total += tl.dot(weights, known, input_precision="ieee")
+            active = tl.load(place, (rows[:, None] < n) & (cols[None, :] < H), 0.0)
+            total += tl.dot(weights, active, input_precision="ieee")
         place = sums + k * C * H + classes[:, None] * H + cols[None, :]
         inside = (classes[:, None] < C) & (cols[None, :] < H)
         tl.store(place, tl.load(place, inside, 0.0) + total, inside)
@@ -97,23 +99,23 @@ if available:
         k = tl.program_id(1)
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         number = tl.load(order + place, place < size, 0)
-        turn = number // threads
+        cycle = number // threads
         thread = number % threads
-        nothing = thread * 0
-        a, b, c, d = tl.philox(tl.load(seeds + k), turn // 4, nothing, thread, nothing)
-        second = turn % 4 >= 2
+        zero = thread * 0
+        a, b, c, d = tl.philox(tl.load(seeds + k), cycle // 4, zero, thread, zero)
+        second = cycle % 4 >= 2
         first, angle = tl.where(second, c, a), tl.where(second, d, b)
         unit = 2.3283064365386963e-10
         u = first.to(tl.uint32, bitcast=True).to(tl.float32) * unit + unit / 2
         v = angle.to(tl.uint32, bitcast=True).to(tl.float32) * unit + unit / 2
         v *= 6.283185307179586
         radius = tl.sqrt(-2.0 * tl.log(u)) * tl.load(stds + k)
-        value = tl.where(turn % 2 == 0, tl.sin(v), tl.cos(v)) * radius
+        value = tl.where(cycle % 2 == 0, tl.sin(v), tl.cos(v)) * radius
         tl.store(out + k.to(tl.int64) * size + place, value, place < size)
 
 
-def narrows(value: Tensor, matrix: Tensor) -> bool:
-    """Whether these kernels can serve a layer with this (in, out) matrix after these values."""
+def serves_sums(value: Tensor, matrix: Tensor) -> bool:
+    """Whether `add_sums` can serve a layer with this (in, out) matrix and these inputs."""
     return (
         available
         and value.is_cuda
@@ -124,15 +126,15 @@ def narrows(value: Tensor, matrix: Tensor) -> bool:
     )
 
 
-def takes(value: Tensor, matrix: Tensor, activation: str) -> bool:
-    """Whether `backward` can serve a layer with this (in, out) matrix after these activations."""
-    return activation == "relu" and narrows(value, matrix)
+def serves_backward(value: Tensor, matrix: Tensor, activation: str) -> bool:
+    """Whether `backward` can serve a layer with this (in, out) matrix after this activation."""
+    return activation == "relu" and serves_sums(value, matrix)
 
 
 def backward(
     slope: Tensor, matrix: Tensor, value: Tensor, out: Tensor, rows: int = 4, cols: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """`out` = slope·matrixᵀ where `value` is positive, else zero; norms of value and out.
+    """Write slope·matrixᵀ into `out` where `value` is positive, else zero; norms of value and out.
 
     For slopes (k, n, c), a matrix (k, h, c) that is stored transposed, and values (k, n, h).
     """
@@ -153,8 +155,8 @@ def add_sums(
     _add_sums[(triton.cdiv(h, cols), k)](slope.contiguous(), factors, value, sums, n, *sizes)
 
 
-def rectifies(inputs: Tensor, activation: str) -> bool:
-    """Whether `rectified` can serve the first layer: inputs (k, n, d) that all replicas share."""
+def serves_product(inputs: Tensor, activation: str) -> bool:
+    """Whether `rectified_product` serves a first layer: all replicas share inputs (k, n, d)."""
     return (
         hasattr(torch, "_addmm_activation")
         and inputs.is_cuda
@@ -163,9 +165,10 @@ def rectifies(inputs: Tensor, activation: str) -> bool:
     )
 
 
-def rectified(inputs: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-    """relu(inputs·matrix) of shared inputs (n, d) for matrices (k, d, h): one product, rectified
-    as it is written. The last input is a constant one. The result (k, n, h) is a view of (n, k, h).
+def rectified_product(inputs: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
+    """relu(inputs·matrix) of shared inputs (n, d) for matrices (k, d, h), in one operation.
+
+    The last input is a constant one. The result (k, n, h) is a view of (n, k, h).
     """
     k, d, h = matrix.shape
     wide = matrix.transpose(0, 1).reshape(d, k * h)
@@ -176,18 +179,18 @@ def rectified(inputs: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
 
 @cache
 def philox(size: int, device: torch.device) -> Philox | None:
-    """A Philox for rows of this size, or None where it cannot draw what `normal_` would."""
+    """A `Philox` for rows of this size, or None where it does not draw what `normal_` draws."""
     if not (available and device.type == "cuda"):
         return None
-    made = Philox(size, device)
-    return made if made.exact else None
+    generator = Philox(size, device)
+    return generator if generator.exact else None
 
 
 class Philox:
-    """Rows of normal numbers as `normal_` draws them from freshly seeded CUDA generators.
+    """Rows of normal numbers as `normal_` draws them from newly seeded CUDA generators.
 
-    The way in which elements map to counters is PyTorch's own affair, so it is checked once
-    against `normal_` itself: `exact` is False where it should ever differ.
+    How PyTorch maps elements to counters may change, so it is compared once with `normal_` itself:
+    `exact` says whether they agree.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -203,7 +206,7 @@ class Philox:
         self.exact = bool(torch.allclose(own[0], true, rtol=1e-4, atol=1e-5))
 
     def fill(self, rows: Tensor, order: Tensor, seeds: Tensor, stds: Tensor) -> None:
-        """Rows whose j-th entries are the generators' numbers order[j], for a seed each."""
+        """Fill rows, one for each seed: entry j becomes number order[j] of the row's generator."""
         block, size = 1024, order.numel()
         grid = (triton.cdiv(size, block), rows.shape[0])
         _normal[grid](seeds, stds, order, rows, size, self.threads, block)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diminuendo.replicas import kernels
 from diminuendo.replicas.batch import (
@@ -21,56 +20,9 @@ from diminuendo.replicas.batch import (
     clip_factors,
     cross_entropy,
 )
+from diminuendo.replicas.layers import Layer
 from diminuendo.replicas.workers import side_by_side
 from diminuendo.training.memory import keep_freed
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear map and the activation after it."""
-
-    fan_in: int
-    fan_out: int
-    bias: bool
-    activation: str
-
-
-_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
-
-
-def layers_of(model: nn.Module) -> list[Layer] | None:
-    """The layers of a plain multilayer perceptron, or None for any other model.
-
-    With hooks it is another: they may change what a layer gets or gives.
-    """
-    if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
-        return None
-    found: list[Layer] = []
-    for module in _flattened(model):
-        kind = type(module)
-        if isinstance(module, nn.Linear) and kind is nn.Linear:
-            if found and found[-1].fan_out != module.in_features:
-                return None
-            ins, outs, bias = module.in_features, module.out_features, module.bias is not None
-            found.append(Layer(ins, outs, bias, ""))
-        elif kind in _ACTIVATIONS and found and not found[-1].activation:
-            last = found.pop()
-            found.append(Layer(last.fan_in, last.fan_out, last.bias, _ACTIVATIONS[kind]))
-        elif kind is not nn.Identity:
-            return None
-    entries = sum(layer.fan_out * (layer.fan_in + layer.bias) for layer in found)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not found or sum(p.numel() for p in trainable) != entries or list(model.buffers()):
-        return None
-    return found
-
-
-def _flattened(model: nn.Module) -> Iterator[nn.Module]:
-    if type(model) is nn.Sequential:
-        for part in model:
-            yield from _flattened(part)
-    else:
-        yield model
 
 
 class _Examples(NamedTuple):
@@ -81,62 +33,62 @@ class _Examples(NamedTuple):
     lengths: Tensor
 
 
-class Points(Data):
-    """Flat inputs, with a column of ones where the first layer has a bias, and their lengths."""
+class FlatData(Data):
+    """Flat inputs, with a column of ones where the first layer has a bias, and their norms."""
 
     def __init__(self, x: Tensor, y: Tensor, chosen: Sequence[int], ones: bool) -> None:
         x = x.flatten(2)
         super().__init__(torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) if ones else x, y, chosen)
         self._lengths = _length(self.x)
-        self._kept: dict[tuple[int, int, int], _Examples] = {}
+        self._cache: dict[tuple[int, int, int], _Examples] = {}
 
     def some(self, rows: slice, block: slice) -> _Examples:
-        """Kept, since slicing takes its time too."""
+        """These examples for these replicas. Cached, since slicing takes its time too."""
         key = rows.start, rows.stop, block.start
-        found = self._kept.get(key)
-        if found is None:
-            if len(self._kept) > 10_000:
-                self._kept.clear()
+        examples = self._cache.get(key)
+        if examples is None:
+            if len(self._cache) > 10_000:
+                self._cache.clear()
             lengths = self._lengths[:, block].expand(self.replicas, -1)[rows]
-            found = _Examples(self.inputs(rows, block), self.targets(rows, block), lengths)
-            self._kept[key] = found
-        return found
+            examples = _Examples(self.inputs(rows, block), self.targets(rows, block), lengths)
+            self._cache[key] = examples
+        return examples
 
 
 class _Map(NamedTuple):
-    """One layer's matrix as (in, out), its transpose, and its bias where it is kept apart."""
+    """One layer's matrix as (in, out), its transpose, and its bias where that is stored apart."""
 
     matrix: Tensor
     transposed: Tensor
     bias: Tensor | None
 
 
-class _Room:
-    """Where one piece keeps every layer's outputs and the derivatives that come back to them."""
+class _Buffers:
+    """Memory for one piece: every layer's outputs and the derivatives with respect to them."""
 
     def __init__(self, layers: Sequence[Layer], rises: Sequence[bool], like: Tensor) -> None:
         self.like = like
         upright = [up or like.is_cuda for up in rises]
         ahead = [(layer.fan_out, up) for layer, up in zip(layers, upright, strict=True)]
         self._shapes, self._layers = [*ahead, *ahead[:-1]], len(layers)
-        self._made: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._views: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.store: list[Tensor] = []
 
-    def buffers(self, replicas: int, examples: int) -> tuple[list[Tensor], list[Tensor]]:
-        """(replicas, examples, width) for each layer, and for each but the last."""
+    def views(self, replicas: int, examples: int) -> tuple[list[Tensor], list[Tensor]]:
+        """(replicas, examples, width): outputs of each layer, derivatives of each but the last."""
         key = replicas, examples
-        if key not in self._made:
+        if key not in self._views:
             entries = replicas * examples
             if not self.store or entries * self._shapes[0][0] > len(self.store[0]):
                 self.store = [self.like.new_empty(entries * width) for width, _ in self._shapes]
-                self._made.clear()
+                self._views.clear()
             views = []
             for part, (width, upright) in zip(self.store, self._shapes, strict=True):
                 part = part[: entries * width]
                 turned = part.view(replicas, -1, examples).mT
                 views.append(part.view(*key, -1) if upright else turned)
-            self._made[key] = views[: self._layers], views[self._layers :]
-        return self._made[key]
+            self._views[key] = views[: self._layers], views[self._layers :]
+        return self._views[key]
 
 
 class Perceptrons(Batch):
@@ -145,9 +97,9 @@ class Perceptrons(Batch):
     For one linear layer an example's gradient is g aᵀ, so its norm is ‖a‖‖g‖, and the clipped sum
     is one product with the factors folded into the narrower of a and g. The input carries a column
     of ones for the first layer's bias. Matrices are stored with their shorter side first, and so
-    are, on a CPU, the outputs of layers that narrow: what the products around them like best.
+    are, on a CPU, the outputs of layers that narrow: matrix products are fastest in this layout.
 
-    `piece` is how many replicas and examples are worked on at a time: a core takes one piece.
+    `piece` is how many replicas and examples are computed at a time: one piece for each core.
     """
 
     def __init__(
@@ -164,7 +116,7 @@ class Perceptrons(Batch):
         stored = []
         for i, (layer, rises) in enumerate(zip(layers, self.rises, strict=True)):
             ins, outs = layer.fan_in + (layer.bias and i == 0), layer.fan_out
-            if rises and i == 0 and like.is_cuda:  # as `kernels.rectified` takes it
+            if rises and i == 0 and like.is_cuda:  # as `kernels.rectified_product` needs it
                 stored.append(like.new_zeros(ins, replicas, outs).transpose(0, 1))
             else:
                 shape = (replicas, ins, outs) if rises else (replicas, outs, ins)
@@ -173,15 +125,15 @@ class Perceptrons(Batch):
                 stored.append(like.new_zeros(replicas, 1, outs))
         self.together, block = piece
         super().__init__(stored, sum(x.fan_out * (x.fan_in + x.bias) for x in layers), block)
-        self._kept: dict[tuple[int, int], tuple[list[_Map], list[_Map]]] = {}
-        self._rooms: list[_Room] = []
+        self._map_cache: dict[tuple[int, int], tuple[list[_Map], list[_Map]]] = {}
+        self._free: list[_Buffers] = []
 
     def each(self, rows: slice, call: Callable[[slice, slice], Result]) -> list[Result]:
-        """Pieces of at most `together` rows, about equal: side by side on a CPU."""
+        """`Batch.each` with pieces of at most `together` rows, about equal; in threads on a CPU."""
         count = rows.stop - rows.start
         number = -(-count // self.together)
-        side = number > 1 and not self.like.is_cuda
-        if side:
+        threaded = number > 1 and not self.like.is_cuda
+        if threaded:
             threads = torch.get_num_threads()
             number = min(count, -(-number // threads) * threads)
         ends = [count * i // number for i in range(number + 1)]
@@ -190,25 +142,26 @@ class Perceptrons(Batch):
             start, stop = ends[i], ends[i + 1]
             return call(slice(rows.start + start, rows.start + stop), slice(start, stop))
 
-        return side_by_side(one, number) if side else [one(i) for i in range(number)]
+        return side_by_side(one, number) if threaded else [one(i) for i in range(number)]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Where pieces have worked so far, for whoever wants to see them again."""
-        return [part for room in self._rooms for part in room.store]
+        """The memory that pieces have used so far, for a CUDA graph to keep alive."""
+        return [part for buffers in self._free for part in buffers.store]
 
     @contextmanager
-    def _room(self) -> Iterator[_Room]:
-        """Buffers for whoever works on a piece."""
+    def _borrowed(self) -> Iterator[_Buffers]:
+        """Buffers for one piece, free again afterwards."""
         try:
-            room = self._rooms.pop()
+            buffers = self._free.pop()
         except IndexError:
-            room = _Room(self.layers, self.rises, self.like)
-        yield room
-        self._rooms.append(room)
+            buffers = _Buffers(self.layers, self.rises, self.like)
+        yield buffers
+        self._free.append(buffers)
 
-    def data(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> Points:
-        return Points(x, y, chosen, self.layers[0].bias)
+    def data(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> FlatData:
+        """Stacked data sets, and the index of the one that each replica uses."""
+        return FlatData(x, y, chosen, self.layers[0].bias)
 
     def _maps(self, stored: Sequence[Tensor]) -> Iterator[_Map]:
         left = iter(stored)
@@ -220,16 +173,16 @@ class Perceptrons(Batch):
     def _views(self, rows: slice) -> tuple[list[_Map], list[_Map]]:
         """The maps of these rows' parameters and sums."""
         key = rows.start, rows.stop
-        found = self._kept.get(key)
-        if found is None:
-            if len(self._kept) > 1000:
-                self._kept.clear()
-            found = (
+        maps = self._map_cache.get(key)
+        if maps is None:
+            if len(self._map_cache) > 1000:
+                self._map_cache.clear()
+            maps = (
                 list(self._maps([part[rows] for part in self.state])),
                 list(self._maps([part[rows] for part in self.sums])),
             )
-            self._kept[key] = found
-        return found
+            self._map_cache[key] = maps
+        return maps
 
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
         start, k = 0, flat.shape[0]
@@ -248,8 +201,8 @@ class Perceptrons(Batch):
         """The input of every layer, and the last one's output."""
         values = [inputs]
         for layer, own, out in zip(self.layers, maps, ahead, strict=True):
-            if len(values) == 1 and layer.bias and kernels.rectifies(inputs, layer.activation):
-                values.append(kernels.rectified(inputs[0], own.matrix, out))
+            if len(values) == 1 and layer.bias and kernels.serves_product(inputs, layer.activation):
+                values.append(kernels.rectified_product(inputs[0], own.matrix, out))
                 continue
             _product(values[-1], own.matrix, out)
             if own.bias is not None:
@@ -260,19 +213,19 @@ class Perceptrons(Batch):
         return values
 
     def outputs(self, inputs: Tensor, rows: slice) -> Tensor:
-        with self._room() as room:
-            ahead, _ = room.buffers(*inputs.shape[:2])
+        with self._borrowed() as buffers:
+            ahead, _ = buffers.views(*inputs.shape[:2])
             return self._forward(inputs, self._views(rows)[0], ahead)[-1].clone()
 
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
-        assert isinstance(data, Points)
+        assert isinstance(data, FlatData)
         health = None
         maps, sums = self._views(rows)
-        with self._room() as room:
+        with self._borrowed() as buffers:
             for block in self.blocks(data):
                 x, y, lengths = data.some(rows, block)
-                ahead, back = room.buffers(*x.shape[:2])
+                ahead, back = buffers.views(*x.shape[:2])
                 values = self._forward(x, maps, ahead)
                 slopes, norms = self._backward(values, y, lengths, maps, back)
                 health = norms.sum(1) if health is None else health + norms.sum(1)
@@ -290,17 +243,19 @@ class Perceptrons(Batch):
         maps: Sequence[_Map],
         back: Sequence[Tensor],
     ) -> tuple[list[Tensor], Tensor]:
-        """Each layer's derivatives before its activation, and the norms of whole gradients."""
-        slope = _through(self.layers[-1].activation, _slopes(self.loss, values[-1], y), values[-1])
+        """Each layer's derivatives before its activation, and the norms of the whole gradients."""
+        slope = _before_activation(
+            self.layers[-1].activation, _slopes(self.loss, values[-1], y), values[-1]
+        )
         slopes, own, norms = [slope], _length(slope), None
         for i in range(len(maps) - 1, 0, -1):
             (matrix, transposed, bias), out = maps[i], back[i - 1]
             activation = self.layers[i - 1].activation
-            if kernels.takes(values[i], matrix, activation):
+            if kernels.serves_backward(values[i], matrix, activation):
                 around, before = kernels.backward(slope, matrix, values[i], out)
             else:
                 _product(slope, transposed, out)
-                _through(activation, out, values[i])
+                _before_activation(activation, out, values[i])
                 around, before = _length(values[i]), _length(out)
             norm = around.mul_(own) if bias is None else torch.hypot(around.mul_(own), own)
             norms = norm if norms is None else torch.hypot(norms, norm)
@@ -322,7 +277,7 @@ def _add(total: _Map, value: Tensor, slope: Tensor, factors: Tensor) -> None:
     """Σ_i c_i a_i g_iᵀ into the matrix, and Σ_i c_i g_i into the bias."""
     if total.bias is not None:
         total.bias.baddbmm_(factors.unsqueeze(1), slope)
-    if kernels.narrows(value, total.matrix):
+    if kernels.serves_sums(value, total.matrix):
         kernels.add_sums(slope, factors, value, total.transposed)
         return
     if value.shape[2] <= slope.shape[2]:
@@ -339,14 +294,14 @@ def _add(total: _Map, value: Tensor, slope: Tensor, factors: Tensor) -> None:
 def _slopes(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """The derivatives of the losses with respect to the outputs (k, n, …)."""
     if loss is cross_entropy and targets.dim() == 2:
-        # Ten neighbours are too few for a CPU to work along them.
+        # Along the short dimension of classes a CPU cannot use its vector instructions.
         slopes = torch.softmax(outputs, 2) if outputs.is_cuda else torch.softmax(outputs.mT, 1).mT
         chosen = targets.unsqueeze(2)
         return slopes.scatter_add_(2, chosen, slopes.new_full((1, 1, 1), -1.0).expand(chosen.shape))
     with torch.enable_grad():
         leaf = outputs.detach().flatten(0, 1).requires_grad_()
-        (found,) = torch.autograd.grad(loss(leaf, targets.flatten(0, 1)).sum(), leaf)
-    return found.view(outputs.shape)
+        (slopes,) = torch.autograd.grad(loss(leaf, targets.flatten(0, 1)).sum(), leaf)
+    return slopes.view(outputs.shape)
 
 
 def _length(values: Tensor) -> Tensor:
@@ -355,7 +310,7 @@ def _length(values: Tensor) -> Tensor:
     return norms
 
 
-def _through(activation: str, slope: Tensor, value: Tensor) -> Tensor:
+def _before_activation(activation: str, slope: Tensor, value: Tensor) -> Tensor:
     """The derivative before an activation, in place, from its output."""
     if activation == "relu":
         torch.ops.aten.threshold_backward.grad_input(slope, value, 0, grad_input=slope)

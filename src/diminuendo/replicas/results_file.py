@@ -1,7 +1,7 @@
-"""Results as they come: one JSON line for each replica, on disk before the next group starts.
+"""Results on disk: one JSON line for each replica, written before the next group starts.
 
-The first line says which study the file belongs to. A file of another study is refused; a last
-line that a crash cut short is dropped, and its replica is trained again.
+The first line holds the digest of the study that the file belongs to. The file of another study is
+refused. A last line that a crash cut short is dropped, and its replica is trained again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from diminuendo.errors import InputError, SchemaError
 VERSION = 1
 
 
-class Store:
-    """The results of one study in one file; `entries` holds what was there, by replica."""
+class ResultsFile:
+    """The results of one study in one file; `entries` holds its lines by the replica's index."""
 
     def __init__(self, path: str | Path, study: str) -> None:
         self.path = Path(path)
@@ -36,10 +36,10 @@ class Store:
         lines = [self._parsed(line) for line in whole.splitlines()]
         if not lines or "study" not in lines[0]:
             raise InputError(
-                "the results of a study",
+                "a file with results of a study",
                 name="the store",
                 value=str(self.path),
-                remedy="Store in another file.",
+                remedy="Choose another file.",
             )
         if lines[0].get("version") != VERSION:
             raise SchemaError(f"of version {VERSION}", name="the store", value=str(self.path))
@@ -48,8 +48,8 @@ class Store:
                 f"of this study ({study})",
                 name=f"the store {self.path}",
                 value=lines[0]["study"],
-                remedy="Its data, model or settings were others: go on with those, or store in "
-                "another file.",
+                remedy="It was written with other data, another model or other settings. Use the "
+                "same ones, or choose another file.",
             )
         self.entries = {int(line["index"]): line for line in lines[1:]}
         if len(whole) < len(text):
@@ -63,7 +63,7 @@ class Store:
         return parsed
 
     def add(self, entries: list[dict[str, Any]]) -> None:
-        """Durably: what is added survives a loss of power."""
+        """Append lines so that they survive a loss of power."""
         self._append(entries)
         self.entries |= {int(entry["index"]): entry for entry in entries}
 

@@ -1,8 +1,8 @@
-"""Independent pieces of work side by side, each on one core.
+"""Independent pieces of work in threads, each on one CPU core.
 
-Two products on a core each take less time than one product on two: nothing waits in the middle of
-a piece, and each stays in its core's own cache. For work that torch does without holding the
-interpreter.
+Two matrix products on a core each take less time than one product on two: no core waits for
+another in the middle of a piece, and each piece stays in its core's own cache. For work during
+which torch releases Python's global lock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 def side_by_side(call: Callable[[int], Result], count: int) -> list[Result]:
-    """[call(0), …, call(count − 1)], by as many threads as torch has.
+    """[call(0), …, call(count − 1)], computed by as many threads as torch has.
 
-    A single piece of work is done where it is asked for, with all of torch's threads.
+    A single piece runs in the calling thread, with all of torch's threads.
     """
     threads = min(torch.get_num_threads(), count)
     if threads < 2:
@@ -40,12 +40,14 @@ def side_by_side(call: Callable[[int], Result], count: int) -> list[Result]:
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads in which torch uses one core; the process is named since a fork has no threads."""
+    """Threads in which torch uses one core. `process` keeps a forked process from using a pool
+    whose threads it does not have.
+    """
     del process
     ready = threading.Barrier(threads + 1)
 
     def begin() -> None:
-        torch.get_num_threads()  # a thread's first use of it would forget what is set before
+        torch.get_num_threads()  # a thread's first call overwrites an earlier setting
         torch.set_num_threads(1)
         ready.wait()
 
@@ -53,5 +55,5 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     ready.wait()
-    torch.set_num_threads(threads)  # the workers' number had become that of threads to come
+    torch.set_num_threads(threads)  # a new thread takes the last number set in any thread
     return pool

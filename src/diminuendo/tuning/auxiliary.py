@@ -1,7 +1,7 @@
-"""Auxiliary data: what a private set looks like from outside, made without looking inside.
+"""Auxiliary data: synthetic or public data with the public shape of a private data set.
 
-Only public facts enter: how many examples, how many features and classes, the largest norm. Tuning
-and measuring on it costs no privacy.
+Only public facts enter: how many examples, features and classes, and the largest norm. Tuning and
+measuring on such data costs no privacy.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from diminuendo import _validate
 from diminuendo.errors import InputError
 
 Labelled = tuple[torch.Tensor, torch.Tensor]
+"""Features (N, d) and labels (N,)."""
 
 LABELS = ("teacher", "clusters", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is publicly known of a private set."""
+    """Public facts about a private data set.
+
+    examples      N, at least 2
+    features      inputs of an example
+    classes       at least 2
+    largest_norm  the largest Euclidean norm of an example's features
+    """
 
     examples: int
     features: int
@@ -38,12 +45,12 @@ class Shape:
 def gaussian(
     shape: Shape, *, labels: str = "teacher", separation: float = 4.0, seed: int = 0
 ) -> Labelled:
-    """Standardised Gaussian features scaled to the largest norm, with labels
+    """Synthetic data: standardised Gaussian features, scaled to the largest norm, and labels.
 
-    teacher   the largest of as many random linear functions of the features as there are classes
-    clusters  drawn evenly, each class around a centre of its own, `separation` deviations from
-              the middle
-    random    drawn evenly: nothing can be learned but the examples themselves
+    labels      "teacher": the index of the largest of random linear functions of the features, one
+                for each class; "clusters": drawn uniformly, each class around a centre of its own;
+                "random": drawn uniformly, so that only memorising the examples lowers the loss
+    separation  how many standard deviations the centres of clusters lie from the middle
     """
     _validate.choice("labels", labels, LABELS)
     separation = _validate.real("separation", separation, at_least=0)
@@ -61,15 +68,17 @@ def gaussian(
     return (x * (shape.largest_norm / x.norm(dim=1).max())).float(), y
 
 
-def several(shape: Shape, count: int, *, labels: str = "teacher", seed: int = 0) -> list[Labelled]:
-    """Independent sets, so that tuning does not learn one of them by heart."""
+def synthetic_sets(
+    shape: Shape, count: int, *, labels: str = "teacher", seed: int = 0
+) -> list[Labelled]:
+    """Independent `gaussian` sets, so that tuning does not overfit one of them."""
     _validate.count("count", count)
     return [gaussian(shape, labels=labels, seed=1000 * seed + i) for i in range(count)]
 
 
-def check(data: Labelled, shape: Shape) -> Labelled:
-    """A public set of the user's own, if it has the private set's public shape."""
-    remedy = "Auxiliary data has the private set's public shape; only its content may differ."
+def check_auxiliary(data: Labelled, shape: Shape) -> Labelled:
+    """A public data set as it is, or an `InputError` if its shape is not the private set's."""
+    remedy = "Auxiliary data have the private set's public shape; only their content may differ."
     if not (
         isinstance(data, tuple)
         and len(data) == 2

@@ -1,4 +1,4 @@
-"""The paper's network: two layers, the hidden one with rectified units."""
+"""The paper's network: two layers, with rectified linear units in the hidden one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TwoLayers:
-    """Makes features → hidden → classes; a value, so that studies can say what they trained."""
+    """Makes a network features → hidden → classes when called, as `model` arguments do.
+
+    features  inputs of an example
+    hidden    hidden units
+    classes   outputs
+    """
 
     features: int
     hidden: int
@@ -24,4 +29,5 @@ class TwoLayers:
 
     @property
     def parameters(self) -> int:
+        """How many parameters the network has."""
         return (self.features + 1) * self.hidden + (self.hidden + 1) * self.classes

@@ -1,8 +1,8 @@
-"""Repeat and select: train a random number of times on the private data, release the best alone.
+"""select_on_private(...): train a random number of times on private data, release only the best.
 
-With K ~ Poisson(m) trials, all drawn independently from one public distribution, and only the best
-trial released (by a score that is part of what a trial releases, with continuous noise), privacy
-costs far less than K trials (Papernot and Steinke 2022). The bound used here, with its proof:
+There are K ~ Poisson(m) trials, all drawn independently from one public distribution. Only the best
+one is released, by a score with continuous noise that is part of the trial's release. That costs
+far less privacy than K trials (Papernot and Steinke 2022). The bound used here, with its proof:
 
 Let q, q' be a trial's densities on two neighbouring sets and Q(<y), Q'(<y) the probabilities of a
 lower score. The best has density a(y) = q(y)·m·exp(−m(1 − Q(<y))), so for an order λ > 1
@@ -29,22 +29,31 @@ from torch import nn
 from diminuendo import _validate
 from diminuendo.budget import SENSITIVITY, Budget, Relation, delta_of
 from diminuendo.errors import InputError
-from diminuendo.planning import SCHEDULES, Plan
+from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
-from diminuendo.replicas.checks import fitting
-from diminuendo.replicas.engine import Model
+from diminuendo.replicas.checks import checked_pair
+from diminuendo.replicas.replica import Model
 from diminuendo.tuning.auxiliary import Labelled
-from diminuendo.tuning.auxiliary_tuning import LOGARITHMIC, Candidate, Space, make_plan
-from diminuendo.tuning.private_tuning import noisy_right, trained_by
+from diminuendo.tuning.private_tuning import noisy_correct, train_privately
+from diminuendo.tuning.space import (
+    LOGARITHMIC,
+    Candidate,
+    Space,
+    check_private_family,
+    make_plan,
+)
 
 _ORDERS: list[float] = [*(1 + np.geomspace(0.05, 10, 80)), *np.geomspace(11.5, 1000, 60)]
-_UP = 1 + 1e-9
+_ROUNDING = 1 + 1e-9
+"""Covers the rounding errors of an upper bound on ε."""
 SCORE_SHARE = 0.1
-"""Of a trial's cost, what its score takes unless its noise is given."""
+"""The share of a trial's cost that its score takes."""
 
 
 def divergence_of_best(order: float, R: float, mean_trials: float, relation: Relation) -> float:
-    """An upper bound on the Rényi divergence of the selection, for trials with Σ 1/σ² = R."""
+    """An upper bound on the selection's Rényi divergence of this order (> 1), for trials with
+    Σ 1/σ² = R.
+    """
     one = order * SENSITIVITY[relation] ** 2 * R / 2
     missed = delta_of(R, epsilon=math.log1p(1 / (order - 1)), relation=relation)
     several = math.log(mean_trials) + (order - 1) * (one + mean_trials * missed)
@@ -61,13 +70,13 @@ def epsilon_of_best(
     """
     R, mean_trials = _validate.positive("R", R), _validate.positive("mean_trials", mean_trials)
     delta = _validate.real("delta", delta, above=0, below=1)
-    found = min(
+    epsilon = min(
         divergence_of_best(order, R, mean_trials, relation)
         + math.log1p(-1 / order)
         - math.log(delta * order) / (order - 1)
         for order in _ORDERS
     )
-    return max(found, 0.0) * _UP
+    return max(epsilon, 0.0) * _ROUNDING
 
 
 def share(budget: Budget, mean_trials: float) -> float:
@@ -79,19 +88,23 @@ def share(budget: Budget, mean_trials: float) -> float:
         low, high = (middle, high) if spent <= budget.epsilon else (low, middle)
     if low <= budget.R * 1e-9:
         raise InputError(
-            "small enough to leave something for each trial",
+            "small enough to leave a share for each trial",
             name="mean_trials",
             value=mean_trials,
-            remedy=f"At ({budget.epsilon:g}, {budget.delta:g}) nothing is left.",
+            remedy=f"At ({budget.epsilon:g}, {budget.delta:g}) no share is left.",
         )
     return low
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Selected:
-    """The best model, and its settings. How many trials there were is not told: that would cost.
+class SelectionResult:
+    """The best model and its settings. The number of trials is not part of it: that would cost.
 
-    Where chance gave no trial at all, `candidate` is None and the model is untrained.
+    Where chance gave no trial at all, the model is untrained, and candidate, plan and score are
+    None.
+
+    score    noisy accuracy on the private data
+    epsilon  ε of everything here, at the budget's δ
     """
 
     model: nn.Module
@@ -110,19 +123,19 @@ def select_on_private(
     space: Space | None = None,
     mean_trials: float = 10.0,
     device: torch.device | str | None = None,
-) -> Selected:
-    """Train Poisson(mean_trials) times on the private data, release the best.
+) -> SelectionResult:
+    """Train Poisson(mean_trials) times on the private data, and return only the best.
 
     Formal guarantee: what is returned is (epsilon, δ)-differentially private for the budget's
-    relation, epsilon ≤ budget.epsilon, as long as nothing else of the call is seen: not its
-    duration, which tells the number of trials. So there is no progress bar.
+    relation, epsilon ≤ budget.epsilon, as long as nobody sees how long the call takes, which would
+    tell the number of trials. For the same reason there is no progress bar.
+
+    family       the family of schedules that is searched; not "optimal"
+    space        the ranges from which every trial draws its settings
+    mean_trials  the expected number of trials, above 0 and at most 10,000
     """
     space = space or Space()
-    _validate.choice("family", family, SCHEDULES)
-    if family == "optimal" or not space.searched(family):
-        raise InputError(
-            "a family with something to tune, and not optimal", name="family", value=family
-        )
+    check_private_family(family, space)
     mean_trials = _validate.real("mean_trials", mean_trials, above=0, at_most=10_000)
     each = share(budget, mean_trials)
     noise = 1 / math.sqrt(SCORE_SHARE * each)
@@ -131,9 +144,9 @@ def select_on_private(
     )
     chance = np.random.default_rng(secrets.randbits(128))
     template = model()
-    x, y = data = fitting(data, template, cross_entropy, "data")
+    x, y = data = checked_pair(data, template, cross_entropy, "data")
     parameters = sum(p.numel() for p in template.parameters() if p.requires_grad)
-    best = Selected(
+    best = SelectionResult(
         model=template,
         candidate=None,
         plan=None,
@@ -143,28 +156,25 @@ def select_on_private(
         ),
     )
     for _ in range(int(chance.poisson(mean_trials))):
-        candidate = drawn(family, space, chance)
+        candidate = random_candidate(family, space, chance)
         plan = make_plan(candidate, part, len(x), parameters)
-        trained = trained_by(plan, candidate.lr, model, data, device)
-        score = noisy_right(trained, x, y, noise) / len(x)
+        trained = train_privately(plan, candidate.lr, model, data, device)
+        score = noisy_correct(trained, x, y, noise) / len(x)
         if best.score is None or score > best.score:
-            best = Selected(
+            best = SelectionResult(
                 model=trained, candidate=candidate, plan=plan, score=score, epsilon=best.epsilon
             )
     return best
 
 
-def drawn(family: str, space: Space, chance: np.random.Generator) -> Candidate:
-    """A candidate, evenly from the space: the same distribution for every trial."""
-    values = {n: getattr(space, n) for n in ("steps", "lr", "clip", "momentum", "fall")}
-    for name in space.searched(family):
-        low, high = values[name]
+def random_candidate(family: str, space: Space, chance: np.random.Generator) -> Candidate:
+    """A candidate drawn uniformly from the space: the same distribution for every trial."""
+
+    def choose(name: str, low: float, high: float) -> float:
         if name == "steps":
-            values[name] = int(chance.integers(low, high + 1))
-        elif name in LOGARITHMIC:
-            values[name] = float(np.exp(chance.uniform(math.log(low), math.log(high))))
-        else:
-            values[name] = float(chance.uniform(low, high))
-    if family == "uniform":
-        values["fall"] = None
-    return Candidate(family=family, **values)
+            return int(chance.integers(low, high + 1))
+        if name in LOGARITHMIC:
+            return float(np.exp(chance.uniform(math.log(low), math.log(high))))
+        return float(chance.uniform(low, high))
+
+    return space.candidate(family, choose)

@@ -1,6 +1,6 @@
 """A hundred replicas of the paper's network beside the arithmetic's own time.
 
-    python benchmarks/repeats.py                   # on the CPU; on a GPU where there is one
+    python benchmarks/replicas.py                   # on the CPU; on a GPU where there is one
 
 The arithmetic is the same matrix products (two forward, one back, two for the clipped sums), bare,
 on buffers of the same shapes: *as arranged*, piece by piece and in the layouts that the engine
@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from diminuendo.replicas import Replica
-from diminuendo.replicas import engine as repeats
+from diminuendo.replicas.engine import Group
 from diminuendo.replicas.perceptrons import Perceptrons
+from diminuendo.replicas.study import Study
 
 Step = Callable[[], object]
 EXAMPLES, INPUTS, HIDDEN, CLASSES = 1000, 60, 1000, 10
@@ -109,11 +110,11 @@ def now() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def on_cpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
-    found = []
+def on_cpu(study: Study, replicas: list[Replica], size: int) -> str:
+    timings = []
     for first in range(0, len(replicas), size):
         before = now()
-        group = repeats._Group(study, replicas[first : first + size], keep=False)
+        group = Group(study, replicas[first : first + size], keep=False)
         assert isinstance(group.batch, Perceptrons)
         begun = now() - before
         block = group.batch.blocks(group.data)[0].stop
@@ -122,11 +123,11 @@ def on_cpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
         before = now()
         group.run(beside)
         own = now() - before - beside.spent.sum(0) + begun
-        found.append([own, *beside.spent])
-    totals = np.sum(found, 0)
+        timings.append([own, *beside.spent])
+    totals = np.sum(timings, 0)
     lines = [f"engine {totals[0, 0]:.2f} s ({totals[0, 1]:.2f} of all cores)"]
     for i, name in enumerate(("as arranged", "as written"), 1):
-        ratios = sorted(own[0] / bare[i - 1][0] for own, *bare in found)
+        ratios = sorted(own[0] / bare[i - 1][0] for own, *bare in timings)
         lines.append(
             f"products {name} {totals[i, 0]:.2f} s ({totals[i, 1]:.2f}): ratio "
             f"{totals[0, 0] / totals[i, 0]:.3f} (groups {ratios[0]:.3f} .. "
@@ -136,13 +137,13 @@ def on_cpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
     return "\n  ".join(lines)
 
 
-def on_gpu(study: repeats.Study, replicas: list[Replica], size: int) -> str:
+def on_gpu(study: Study, replicas: list[Replica], size: int) -> str:
     bare = products(size, study.piece(size)[1], "cuda", arranged=False)
     steps = replicas[0].steps
 
     def engine() -> None:
         for first in range(0, len(replicas), size):
-            repeats._Group(study, replicas[first : first + size], keep=False).run(lambda _: None)
+            Group(study, replicas[first : first + size], keep=False).run(lambda _: None)
 
     def floor() -> None:
         for _ in range(steps * -(-len(replicas) // size)):
@@ -177,14 +178,14 @@ def main() -> None:
         Replica(sigmas=[14.0] * options.steps, lr=0.1, clip=4.0, seed=seed)
         for seed in range(options.replicas)
     ]
-    study = repeats.Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
-    size = options.at_once or study.at_once(len(replicas))
-    said = (on_gpu if device == "cuda" else on_cpu)(study, replicas, size)
+    study = Study.of(network, (x, y), replicas, "cross-entropy", {}, None, device)
+    size = options.at_once or study.group_size(len(replicas))
+    report = (on_gpu if device == "cuda" else on_cpu)(study, replicas, size)
     together, block = study.piece(size)
     print(
         f"{device}: {len(replicas)} replicas, {INPUTS}→{HIDDEN}→{CLASSES}, N = {EXAMPLES}, "
         f"T = {options.steps}, {size} at once, "
-        f"pieces of at most {together} and {block} examples\n  {said}"
+        f"pieces of at most {together} and {block} examples\n  {report}"
     )
 
 
