@@ -51,8 +51,8 @@ def exact(beta: float) -> np.ndarray:
     return np.array(found)
 
 
-def on_quadratic(beta: float, **changes: object) -> MeasuredInfluence:
-    options = {
+def on_quadratic(beta: float, **changes: Any) -> MeasuredInfluence:
+    options: dict[str, Any] = {
         "source": "auxiliary",
         "sigmas": np.linspace(0.1, 0.05, T),
         "lr": LR,
@@ -89,25 +89,28 @@ def test_a_grid_is_part_of_the_whole() -> None:
     np.testing.assert_allclose(some.estimates, whole.estimates[:, [1, 6, 19]], rtol=1e-7)
 
 
-def made(curve: np.ndarray, runs: int = 8, spread: float = 0.02, **changes: object):
+def around(
+    curve: np.ndarray, runs: int = 8, spread: float = 0.02, **changes: Any
+) -> MeasuredInfluence:
+    """Estimates that scatter around a curve."""
     noise = 1 + spread * np.random.default_rng(0).standard_normal((runs, len(curve)))
-    options = {"total_steps": len(curve), "level": 0.95, "source": "auxiliary", **changes}
-    return MeasuredInfluence(np.arange(1, len(curve) + 1), curve * noise, **options)
+    options: dict[str, Any] = {"total_steps": len(curve), "level": 0.95, "source": "auxiliary"}
+    return MeasuredInfluence(np.arange(1, len(curve) + 1), curve * noise, **{**options, **changes})
 
 
 def test_exponential_fit() -> None:
     """A 95% interval on a fixed seed; the true rate is inside, and the fit is nearly perfect."""
-    fit = made(influence.gradient_descent(gamma=0.9, steps=40)).exponential()
+    fit = around(influence.gradient_descent(gamma=0.9, steps=40)).exponential()
     assert fit.low <= 0.9 <= fit.high
     assert fit.high - fit.low < 0.01
     assert fit.r_squared > 0.999
-    bent = made(influence.momentum(gamma=0.9, beta=0.9, steps=40)).exponential()
+    bent = around(influence.momentum(gamma=0.9, beta=0.9, steps=40)).exponential()
     assert bent.r_squared < 0.99
 
 
 def test_curves_for_plans() -> None:
     truth = influence.gradient_descent(gamma=0.9, steps=40)
-    measured = made(truth)
+    measured = around(truth)
     np.testing.assert_allclose(measured.curve(), truth, rtol=0.05)
     np.testing.assert_allclose(measured.curve(10), truth[-10:], rtol=0.05)
     np.testing.assert_allclose(measured.curve(60)[20:], truth, rtol=0.05)
@@ -116,7 +119,7 @@ def test_curves_for_plans() -> None:
     np.testing.assert_allclose(monotone, truth / truth.max(), rtol=0.05)
     bent = influence.momentum(gamma=0.9, beta=0.8, steps=40)
     np.testing.assert_allclose(
-        made(bent, spread=0.0).curve(fit="measured"), bent / bent.max(), rtol=1e-9
+        around(bent, spread=0.0).curve(fit="measured"), bent / bent.max(), rtol=1e-9
     )
     plan = dim.plan(
         dim.Budget(epsilon=4, delta=1e-5), examples=1000, parameters=5, influence=measured.curve()
@@ -127,9 +130,9 @@ def test_curves_for_plans() -> None:
 def test_noise_below_zero_is_left_out_of_fits() -> None:
     curve = influence.gradient_descent(gamma=0.9, steps=20)
     curve[3] = -curve[3]
-    assert made(curve).exponential().gamma == pytest.approx(0.9, abs=0.01)
+    assert around(curve).exponential().gamma == pytest.approx(0.9, abs=0.01)
     with pytest.raises(dim.InputError, match="three steps"):
-        made(-curve).exponential()
+        around(-curve).exponential()
 
 
 def test_private_data_only_if_told_to_and_then_marked() -> None:

@@ -20,6 +20,7 @@ from diminuendo.paper.digits import Digits, embedded
 from diminuendo.paper.results import Results, plain
 from diminuendo.paper.setting import Run, Setting
 from diminuendo.replicas.statistics import Interval
+from diminuendo.tuning import tune
 
 TINY = Setting(
     repeats=3,
@@ -114,13 +115,13 @@ def test_numbers_that_are_not_finite_are_read_back_as_nan(reproduced: Reproduced
 def test_an_interrupted_run_goes_on_and_ends_the_same(
     digits: Digits, reproduced: Reproduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = figure.tune, []
+    calls: list[int] = []
 
     def dying(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(*arguments, **named)
+        return tune(*arguments, **named)
 
     monkeypatch.setattr(figure, "tune", dying)
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo.replicas import Outcome, Replica, initialise, kernels, train
+from diminuendo.replicas.batch import Update
 from diminuendo.replicas.cuda_graph import CapturedSteps
 from diminuendo.training import PrivateDescent, fit
 
@@ -59,15 +61,16 @@ def run(sets: int) -> list[Outcome]:
 
 @pytest.mark.parametrize("sets", [1, 2])
 def test_replicas_equal_the_trainer(sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[slice] = []
+    captured: list[slice] = []
     capture = CapturedSteps._capture
-    monkeypatch.setattr(
-        CapturedSteps,
-        "_capture",
-        lambda self, rows, up: (recorded.append(rows), capture(self, rows, up)),
-    )
+
+    def counted(self: CapturedSteps, rows: slice, update: Update) -> None:
+        captured.append(rows)
+        capture(self, rows, update)
+
+    monkeypatch.setattr(CapturedSteps, "_capture", counted)
     outcomes = run(sets)
-    assert recorded == [slice(0, 3), slice(0, 2)]
+    assert captured == [slice(0, 3), slice(0, 2)]
     for replica, outcome in zip(replicas(sets), outcomes, strict=True):
         module = initialise(network, replica.seed).cuda()
         result = fit(
@@ -87,12 +90,12 @@ def test_replicas_equal_the_trainer(sets: int, monkeypatch: pytest.MonkeyPatch) 
             )
 
 
-def test_a_loss_of_one_s_own_is_never_recorded() -> None:
+def test_a_loss_of_one_s_own_is_never_captured() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        assert float(outputs.detach().abs().sum()) >= 0  # the host waits: not while recording
+        assert float(outputs.detach().abs().sum()) >= 0  # the host waits: not during a capture
         return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 
-    options = {"device": "cuda", "progress": False}
+    options: dict[str, Any] = {"device": "cuda", "progress": False}
     own = train(network, make_data(0), replicas(1), loss=loss, **options)
     for one, other in zip(own, train(network, make_data(0), replicas(1), **options), strict=True):
         assert one.train_loss == pytest.approx(other.train_loss, rel=1e-4)
@@ -111,5 +114,5 @@ def test_kernels_change_nothing(sets: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_kernels_noise_is_what_the_generators_draw() -> None:
-    found = kernels.philox(5000, torch.device("cuda"))
-    assert (found is not None) == kernels.available
+    generator = kernels.philox(5000, torch.device("cuda"))
+    assert (generator is not None) == kernels.available

@@ -15,8 +15,8 @@ from diminuendo.replicas.study import Study
 
 def test_arrays_are_data_too() -> None:
     x, y = make_data()
-    given = (x.float().numpy(), y.int().numpy())
-    (outcome,) = train(mlp, given, [replica()], evaluate={"test": given}, progress=False)
+    arrays: Any = (x.float().numpy(), y.int().numpy())
+    (outcome,) = train(mlp, arrays, [replica()], evaluate={"test": arrays}, progress=False)
     (same,) = train(mlp, (x.float().double(), y), [replica()], progress=False)
     assert outcome.train_loss == same.train_loss
 
@@ -67,7 +67,7 @@ def test_bad_input() -> None:
 def test_frozen_parameters_are_refused() -> None:
     def partly() -> nn.Module:
         model = mlp()
-        model[0].weight.requires_grad_(False)
+        model.get_parameter("0.weight").requires_grad_(False)
         return model
 
     with pytest.raises(dim.InputError, match="all its parameters"):

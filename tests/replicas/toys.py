@@ -18,7 +18,7 @@ def logistic() -> nn.Module:
     return nn.Linear(D, CLASSES).double()
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(D, 9), nn.ReLU(), nn.Linear(9, CLASSES)).double()
 
 
@@ -77,7 +77,8 @@ def own(activation: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 def weighted(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return weight * LOSS(outputs, targets)
+        losses: Tensor = weight * LOSS(outputs, targets)
+        return losses
 
     return loss
 

@@ -17,6 +17,7 @@ from torch import nn
 import diminuendo as dim
 from diminuendo.errors import InputError
 from diminuendo.measuring import MeasuredInfluence
+from diminuendo.replicas import Replica, train
 from diminuendo.tuning import (
     Shape,
     Space,
@@ -109,8 +110,6 @@ def test_the_plan_s_noise_is_what_was_trained_with() -> None:
 
 
 def test_a_score_is_the_mean_loss_of_the_ordinary_repeats() -> None:
-    from diminuendo.replicas.engine import Replica, train
-
     chosen = tune(families=("exponential",)).best
     sets = auxiliary.synthetic_sets(SHAPE, 2)
     runs = [
@@ -174,18 +173,16 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
 def test_a_candidate_that_two_have_trained_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = auxiliary_tuning.train
-
     def overtaken(*arguments: Any, **named: Any) -> Any:
         study = optuna.load_study(study_name="tuning: uniform", storage=storage)
         for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, 0.25)
-        return real(*arguments, **named)
+        return train(*arguments, **named)
 
     storage = f"sqlite:///{tmp_path}/s.db"
     monkeypatch.setattr(auxiliary_tuning, "train", overtaken)
-    found = tune(storage=storage, families=("uniform",), trials=2)
-    assert [trial.score for trial in found.best.trials] == [0.25, 0.25]
+    result = tune(storage=storage, families=("uniform",), trials=2)
+    assert [trial.score for trial in result.best.trials] == [0.25, 0.25]
 
 
 def test_two_that_make_the_same_study_at_once_both_get_it(
@@ -195,14 +192,14 @@ def test_two_that_make_the_same_study_at_once_both_get_it(
     real, refusals = optuna.create_study, iter(["table studies already exists", "UNIQUE failed"])
 
     def colliding(**given: Any) -> optuna.Study:
-        if (said := next(refusals, None)) is not None:
-            raise RuntimeError(said)
+        if (message := next(refusals, None)) is not None:
+            raise RuntimeError(message)
         return real(**given)
 
     monkeypatch.setattr(optuna, "create_study", colliding)
     monkeypatch.setattr(search, "_PAUSES", (0.0, 0.0, 0.0))
-    found = tune(storage=f"sqlite:///{tmp_path}/s.db", families=("uniform",), trials=1)
-    assert len(found.best.trials) == 1
+    result = tune(storage=f"sqlite:///{tmp_path}/s.db", families=("uniform",), trials=1)
+    assert len(result.best.trials) == 1
 
 
 @pytest.mark.parametrize(
@@ -258,7 +255,7 @@ def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
         ({"families": ()}, "families"),
         ({"families": ("uniform", "uniform")}, "families"),
         ({"families": ("wavy",)}, "families"),
-        ({"families": ("uniform",), "space": Space(steps=5)}, "something to tune"),
+        ({"families": ("uniform",), "space": Space(steps=5)}, "a setting to search"),
         ({"families": ("optimal",)}, "influence"),
         ({"families": ("optimal",), "influence": np.ones(4)}, "steps"),
         ({"influence": np.ones(9)}, "influence"),
@@ -267,7 +264,7 @@ def other_shape() -> tuple[torch.Tensor, torch.Tensor]:
         ({"minimise": "regret"}, "minimise"),
         ({"trials": 0}, "trials"),
         ({"storage": "nonsense://x"}, "storage"),
-        ({"storage": "no/such/folder/x.journal"}, "a folder that is there"),
+        ({"storage": "no/such/folder/x.journal"}, "a folder that exists"),
         ({"storage": "postgresql://me:secret@nowhere.invalid/x"}, r"//\*\*\*@nowhere"),
     ],
 )

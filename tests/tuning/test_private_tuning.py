@@ -13,13 +13,22 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.errors import BudgetRefused, InputError
-from diminuendo.tuning import Shape, Space, TwoLayers, auxiliary, private_tuning
+from diminuendo.training import fit
+from diminuendo.tuning import (
+    PrivateTuningResult,
+    Shape,
+    Space,
+    TwoLayers,
+    auxiliary,
+    private_tuning,
+)
+from diminuendo.tuning.search import Search
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-6)
 DATA = auxiliary.gaussian(Shape(examples=50, features=5, classes=2))
 
 
-def tune(**changes: Any) -> private_tuning.PrivateTuningResult:
+def tune(**changes: Any) -> PrivateTuningResult:
     given: dict[str, Any] = {
         "data": DATA,
         "model": TwoLayers(5, 6, 2),
@@ -31,15 +40,15 @@ def tune(**changes: Any) -> private_tuning.PrivateTuningResult:
 
 
 def test_everything_together_is_on_the_budget_and_not_above() -> None:
-    found = tune()
-    final = float(np.sum(found.plan.sigmas**-2.0))
-    together = 4 * final + 3 / found.score_noise**2
-    assert found.spent == pytest.approx(together, rel=1e-6)
+    result = tune()
+    final = float(np.sum(result.plan.sigmas**-2.0))
+    together = 4 * final + 3 / result.score_noise**2
+    assert result.spent == pytest.approx(together, rel=1e-6)
     assert together <= BUDGET.R
     assert dim.Budget.from_R(together, delta=1e-6).epsilon <= BUDGET.epsilon
-    assert 0.999 * BUDGET.epsilon < found.epsilon <= BUDGET.epsilon
-    assert found.plan.epsilon < 0.6 * BUDGET.epsilon
-    assert len(found.scores) == 3
+    assert 0.999 * BUDGET.epsilon < result.epsilon <= BUDGET.epsilon
+    assert result.plan.epsilon < 0.6 * BUDGET.epsilon
+    assert len(result.scores) == 3
 
 
 @pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
@@ -61,12 +70,15 @@ def test_machines_that_share_a_study_train_no_more_than_was_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sees the number of trials before the others' last ones are in."""
-    trained = []
+    trained: list[int] = []
     original = private_tuning.train_privately
-    monkeypatch.setattr(
-        private_tuning, "train_privately", lambda *a: (trained.append(1), original(*a))[1]
-    )
-    monkeypatch.setattr(private_tuning.Search, "proposed", lambda _: 0)
+
+    def counted(*arguments: Any) -> nn.Module:
+        trained.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(private_tuning, "train_privately", counted)
+    monkeypatch.setattr(Search, "proposed", lambda _: 0)
     storage = f"sqlite:///{tmp_path}/s.db"
     first, second = tune(storage=storage), tune(storage=storage)
     assert len(trained) == 3
@@ -76,20 +88,21 @@ def test_machines_that_share_a_study_train_no_more_than_was_charged(
 
 def test_a_trial_cut_short_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three trials dies; taken up again, one more is run and not two."""
-    storage, runs, real = f"{tmp_path}/s.journal", [], private_tuning.fit
+    storage = f"{tmp_path}/s.journal"
+    runs: list[int] = []
 
     def dying(*arguments: Any, **named: Any) -> Any:
         runs.append(1)
         if len(runs) == 2:
             raise KeyboardInterrupt
-        return real(*arguments, **named)
+        return fit(*arguments, **named)
 
     monkeypatch.setattr(private_tuning, "fit", dying)
     with pytest.raises(KeyboardInterrupt):
         tune(storage=storage)
-    found = tune(storage=storage)
+    result = tune(storage=storage)
     assert len(runs) == 3
-    assert len(found.scores) == 2
+    assert len(result.scores) == 2
 
 
 @pytest.mark.parametrize("patience", [3600.0, 0.0])
@@ -97,7 +110,9 @@ def test_no_plan_while_trials_are_under_way_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Another process comes by during the second of three trials: there is one plan in the end."""
-    storage, runs, real, others = f"{tmp_path}/s.journal", [], private_tuning.fit, []
+    storage = f"{tmp_path}/s.journal"
+    runs: list[int] = []
+    others: list[PrivateTuningResult] = []
 
     def meanwhile(*arguments: Any, **named: Any) -> Any:
         runs.append(1)
@@ -106,15 +121,15 @@ def test_no_plan_while_trials_are_under_way_elsewhere(
         elif len(runs) == 2:
             with pytest.raises(InputError, match="1 running"):
                 tune(storage=storage)
-        return real(*arguments, **named)
+        return fit(*arguments, **named)
 
     monkeypatch.setattr(private_tuning, "fit", meanwhile)
-    found = tune(storage=storage)
+    result = tune(storage=storage)
     others.append(tune(storage=storage))
     assert len(runs) == 3
-    assert len(found.scores) == (3 if patience else 2)
-    assert all(other.plan == found.plan for other in others)
-    assert all(other.scores == found.scores for other in others)
+    assert len(result.scores) == (3 if patience else 2)
+    assert all(other.plan == result.plan for other in others)
+    assert all(other.scores == result.scores for other in others)
 
 
 def test_no_trial_waits_where_two_could_take_it(tmp_path: Path) -> None:
@@ -125,9 +140,9 @@ def test_no_trial_waits_where_two_could_take_it(tmp_path: Path) -> None:
 
 
 def test_ties_go_to_the_earlier_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_tuning, "noisy_right", lambda *_: 25.0)
-    found = tune(storage=f"{tmp_path}/s.journal")
-    assert found.candidate == found.scores[0][0]
+    monkeypatch.setattr(private_tuning, "noisy_correct", lambda *_: 25.0)
+    result = tune(storage=f"{tmp_path}/s.journal")
+    assert result.candidate == result.scores[0][0]
 
 
 def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path) -> None:

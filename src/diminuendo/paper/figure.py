@@ -135,7 +135,9 @@ def _cells(run: Run, pool: Pool, examples: int, measured: Measured) -> list[Cell
             **asdict(tuned[v.key]),
             epsilon=make_plan(tuned[v.key], v.budget, examples, parameters, curves[v.key]).epsilon,
             failed=int(np.isnan(values[v.key]["train_loss"]).sum()),
-            **{m: interval(values[v.key][m]) for m in METRICS},
+            train_loss=interval(values[v.key]["train_loss"]),
+            test_loss=interval(values[v.key]["test_loss"]),
+            test_accuracy=interval(values[v.key]["test_accuracy"]),
             against_uniform={m: paired(values[v.key][m], values[UNIFORM.key][m]) for m in METRICS},
             against_same_budget={
                 m: paired(values[v.key][m], values[_reference(v, values)][m]) for m in METRICS

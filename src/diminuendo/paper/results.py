@@ -57,15 +57,12 @@ class Cell:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cell:
-        """The cell that `plain` made JSON values of."""
-        return cls(
-            **{
-                **_known(cls, data),
-                **{name: _interval(data[name]) for name in METRICS},
-                "against_uniform": _intervals(data["against_uniform"]),
-                "against_same_budget": _intervals(data["against_same_budget"]),
-            }
-        )
+        """The cell that these JSON values describe."""
+        values = _known(cls, data)
+        values |= {name: _interval(data[name]) for name in METRICS}
+        for name in ("against_uniform", "against_same_budget"):
+            values[name] = {metric: _interval(data[name][metric]) for metric in METRICS}
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +124,7 @@ class FigureResults:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FigureResults:
-        """The results that `plain` made JSON values of."""
+        """The results that these JSON values describe."""
         return cls(
             **{
                 **_known(cls, data),
@@ -179,7 +176,7 @@ class TableResults:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TableResults:
-        """The results that `plain` made JSON values of."""
+        """The results that these JSON values describe."""
         return cls(
             **{
                 **_known(cls, data),
@@ -207,7 +204,7 @@ class Results:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Results:
-        """The results that `to_dict` made JSON values of."""
+        """The results that these JSON values describe."""
         figure, tables = data.get("figure"), data.get("tables")
         return cls(
             figure=None if figure is None else FigureResults.from_dict(figure),
@@ -256,7 +253,3 @@ def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
 
 def _interval(data: Mapping[str, Any]) -> Interval:
     return Interval(*(math.nan if data[n] is None else float(data[n]) for n in ("mean", "half")))
-
-
-def _intervals(data: Mapping[str, Any]) -> dict[Metric, Interval]:
-    return {name: _interval(data[name]) for name in METRICS}

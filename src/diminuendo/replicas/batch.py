@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 class Data:
     """Data sets of one size, stacked, and the index of the one that each replica uses."""
 
-    def __init__(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> None:
-        self.shared = len(set(chosen)) == 1
-        index = torch.tensor(chosen[:1] if self.shared else chosen, device=x.device)
+    def __init__(self, x: Tensor, y: Tensor, indices: Sequence[int]) -> None:
+        self.shared = len(set(indices)) == 1
+        index = torch.tensor(indices[:1] if self.shared else indices, device=x.device)
         self.x, self.y = x[index], y[index]
-        self.replicas, self.examples = len(chosen), x.shape[1]
+        self.replicas, self.examples = len(indices), x.shape[1]
 
     def inputs(self, rows: slice, block: slice) -> Tensor:
         """Inputs (k, n, …) of k replicas and n examples; a repeated view of a set they share."""

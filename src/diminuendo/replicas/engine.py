@@ -93,10 +93,10 @@ class Group:
         self.batch: Perceptrons | Vmapped | OneByOne = study.batch(count, count)
         seeds = [replica.seed for replica in replicas]
         self.batch.write(initial_rows(study.model, seeds, study.device))
-        chosen = [replica.data for replica in replicas]
-        self.data = self.batch.data(study.x, study.y, chosen)
+        indices = [replica.data for replica in replicas]
+        self.data = self.batch.data(study.x, study.y, indices)
         self.tests = {
-            name: self.batch.data(x, y, chosen if len(x) > 1 else [0] * count)
+            name: self.batch.data(x, y, indices if len(x) > 1 else [0] * count)
             for name, (x, y) in study.evaluate.items()
         }
         self.seeds = [Seeds.make(replica.seed) for replica in replicas]

@@ -27,11 +27,12 @@ class _Flattened(Batch):
         total = sum(self.sizes)
         super().__init__([like.new_zeros(replicas, total)], total, block)
 
-    def data(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> Data:
+    def data(self, x: Tensor, y: Tensor, indices: Sequence[int]) -> Data:
         """Stacked data sets, and the index of the one that each replica uses."""
-        return Data(x, y, chosen)
+        return Data(x, y, indices)
 
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
+        """The state is stored in model order: one part."""
         yield stored[0], flat
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -47,6 +48,8 @@ class Vmapped(_Flattened):
     """Per-example gradients by `torch.func`, a chunk of examples at a time."""
 
     def outputs(self, inputs: Tensor, rows: slice) -> Tensor:
+        """The model's outputs (k, n, …), mapped over replicas."""
+
         def run(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
             return _tensor(functional_call(self.model, parameters, (x,)))
 
@@ -59,6 +62,7 @@ class Vmapped(_Flattened):
 
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
+        """Per-example gradients of one block of examples after the other."""
         health = torch.zeros_like(update.clip)
         each = vmap(vmap(grad_and_value(self._one), (None, 0, 0)))
         sums = self.sums[0][rows]
@@ -85,6 +89,7 @@ class OneByOne(_Flattened):
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor, rows: slice) -> Tensor:
+        """The model's outputs (k, n, …), one replica after the other."""
         outputs = []
         for row, x in zip(self._numbers(rows), inputs, strict=True):
             self._load(row)
@@ -92,6 +97,7 @@ class OneByOne(_Flattened):
         return torch.stack(outputs)
 
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
+        """The training engine's clipped sum, for one replica after the other."""
         health = torch.zeros_like(update.clip)
         with Engine(self.model) as engine:
             for i, row in enumerate(self._numbers(rows)):
@@ -106,8 +112,8 @@ class OneByOne(_Flattened):
         for block in self.blocks(data):
             x, y = data.inputs(row, block)[0], data.targets(row, block)[0]
             if update.sampled is not None:
-                kept = update.sampled[i, block] > 0
-                x, y = x[kept], y[kept]
+                sampled = update.sampled[i, block] > 0
+                x, y = x[sampled], y[sampled]
             result = engine.clipped_sum(self.loss(_tensor(self.model(x)), y), clip)
             self.sums[0][row] += torch.cat([part.flatten() for part in result.sums])
             whole = whole and result.finite is None

@@ -36,9 +36,9 @@ class _Examples(NamedTuple):
 class FlatData(Data):
     """Flat inputs, with a column of ones where the first layer has a bias, and their norms."""
 
-    def __init__(self, x: Tensor, y: Tensor, chosen: Sequence[int], ones: bool) -> None:
+    def __init__(self, x: Tensor, y: Tensor, indices: Sequence[int], ones: bool) -> None:
         x = x.flatten(2)
-        super().__init__(torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) if ones else x, y, chosen)
+        super().__init__(torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) if ones else x, y, indices)
         self._lengths = _length(self.x)
         self._cache: dict[tuple[int, int, int], _Examples] = {}
 
@@ -159,9 +159,9 @@ class Perceptrons(Batch):
         yield buffers
         self._free.append(buffers)
 
-    def data(self, x: Tensor, y: Tensor, chosen: Sequence[int]) -> FlatData:
+    def data(self, x: Tensor, y: Tensor, indices: Sequence[int]) -> FlatData:
         """Stacked data sets, and the index of the one that each replica uses."""
-        return FlatData(x, y, chosen, self.layers[0].bias)
+        return FlatData(x, y, indices, self.layers[0].bias)
 
     def _maps(self, stored: Sequence[Tensor]) -> Iterator[_Map]:
         left = iter(stored)
@@ -185,6 +185,7 @@ class Perceptrons(Batch):
         return maps
 
     def parts(self, stored: Sequence[Tensor], flat: Tensor) -> Iterator[Part]:
+        """Each layer's matrix, then its bias."""
         start, k = 0, flat.shape[0]
         for layer, (matrix, transposed, bias) in zip(self.layers, self._maps(stored), strict=True):
             ins, outs = layer.fan_in, layer.fan_out
@@ -213,12 +214,14 @@ class Perceptrons(Batch):
         return values
 
     def outputs(self, inputs: Tensor, rows: slice) -> Tensor:
+        """The last layer's outputs (k, n, classes)."""
         with self._borrowed() as buffers:
             ahead, _ = buffers.views(*inputs.shape[:2])
             return self._forward(inputs, self._views(rows)[0], ahead)[-1].clone()
 
     @torch.no_grad()
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
+        """Forward and back through all layers, a block of examples at a time."""
         assert isinstance(data, FlatData)
         health = None
         maps, sums = self._views(rows)
@@ -296,8 +299,8 @@ def _slopes(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if loss is cross_entropy and targets.dim() == 2:
         # Along the short dimension of classes a CPU cannot use its vector instructions.
         slopes = torch.softmax(outputs, 2) if outputs.is_cuda else torch.softmax(outputs.mT, 1).mT
-        chosen = targets.unsqueeze(2)
-        return slopes.scatter_add_(2, chosen, slopes.new_full((1, 1, 1), -1.0).expand(chosen.shape))
+        labels = targets.unsqueeze(2)
+        return slopes.scatter_add_(2, labels, slopes.new_full((1, 1, 1), -1.0).expand(labels.shape))
     with torch.enable_grad():
         leaf = outputs.detach().flatten(0, 1).requires_grad_()
         (slopes,) = torch.autograd.grad(loss(leaf, targets.flatten(0, 1)).sum(), leaf)

@@ -74,7 +74,7 @@ def tune(
     """
     space = space or Space()
     for family in families:
-        check_family(family, space)
+        check_family(family, space, "families")
     if not families or len(set(families)) != len(families):
         raise InputError("at least one, each once", name="families", value=list(families))
     for label, number in (("trials", trials), ("repeats", repeats), ("batch", batch)):

@@ -172,7 +172,7 @@ def random_candidate(family: str, space: Space, chance: np.random.Generator) -> 
 
     def choose(name: str, low: float, high: float) -> float:
         if name == "steps":
-            return int(chance.integers(low, high + 1))
+            return int(chance.integers(int(low), int(high) + 1))
         if name in LOGARITHMIC:
             return float(np.exp(chance.uniform(math.log(low), math.log(high))))
         return float(chance.uniform(low, high))

@@ -44,7 +44,7 @@ class TuningResult:
     """The best candidate of every family.
 
     minimise  the objective: "train-loss" or "test-loss"
-    settings  what the search was made with, as JSON values
+    settings  the arguments of the search, as JSON values
     warning   says that the influence was measured on private data, where it was; else None
     """
 

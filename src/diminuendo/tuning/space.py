@@ -86,13 +86,13 @@ def _number_or_range(name: str, value: Any, check: Callable[[str, Any], float]) 
     return (low, high)
 
 
-def check_family(family: str, space: Space) -> None:
+def check_family(family: str, space: Space, name: str = "family") -> None:
     """Raise an `InputError` unless the family has a setting to search in this space."""
-    _validate.choice("family", family, SCHEDULES)
+    _validate.choice(name, family, SCHEDULES)
     if not space.searched(family):
         raise InputError(
             "a family with a setting to search",
-            name="family",
+            name=name,
             value=family,
             remedy="Give a range (low, high) for steps, lr, clip or momentum"
             + ("." if family in WITHOUT_FALL else ", or fall."),
