@@ -13,6 +13,7 @@ BEFORE = {
     "errors": set[str](),
     "_validate": {"errors"},
     "_files": {"errors"},
+    "_extras": {"errors"},
     "budget": set[str](),
     "events": {"budget"},
     "accounting": {"budget", "events"},
@@ -23,6 +24,7 @@ BEFORE = {
 }
 BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
+BEFORE["_progress"] = set[str]()
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
@@ -33,11 +35,11 @@ BEFORE["paper"] = {*BEFORE}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
-GROUND = {"errors", "_validate", "_files"}
+GROUND = {"errors", "_validate", "_files", "_extras", "_progress"}
 FACADE = {"__version__", "_later"}
 """What any module may take from `diminuendo` itself, the only module that knows all packages."""
-LATE = {("planning", "report"), ("spending", "ledger")}
-"""Inside a function: `Plan.summary` imports its text, and `from_ledger` the ledger."""
+LATE = {("spending", "ledger")}
+"""Inside a function: `from_ledger` imports the ledger."""
 
 
 def room(module: str) -> str:

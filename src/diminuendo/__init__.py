@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         DiminuendoError,
         InputError,
         LedgerError,
+        MissingExtra,
         SchemaError,
+        UsageError,
     )
     from diminuendo.events import GaussianStep
     from diminuendo.ledger import Ledger
@@ -37,9 +39,11 @@ _HOMES = {
     "InputError": "errors",
     "Ledger": "ledger",
     "LedgerError": "errors",
+    "MissingExtra": "errors",
     "Plan": "planning",
     "PlanWarning": "planning",
     "SchemaError": "errors",
+    "UsageError": "errors",
     "calibrate": "accounting.calibrate",
     "delta": "accounting.account",
     "epsilon": "accounting.account",
@@ -59,9 +63,11 @@ __all__ = [
     "InputError",
     "Ledger",
     "LedgerError",
+    "MissingExtra",
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "UsageError",
     "accounting",
     "bounds",
     "calibrate",

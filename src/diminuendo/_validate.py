@@ -64,7 +64,7 @@ def count(
     except TypeError:
         number = at_least - 1
     if not at_least <= number <= at_most:
-        limit = f" and at most {at_most:.0e}" if number > at_most else ""
+        limit = f" and at most {at_most:,}" if number > at_most else ""
         raise InputError(
             f"a whole number of at least {at_least}{limit}", name=name, value=value, remedy=remedy
         )

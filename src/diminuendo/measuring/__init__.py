@@ -8,8 +8,11 @@
 `dim.influence.measure` and `dim.influence.spectrum_of` are the same functions.
 """
 
-from diminuendo.measuring.curvature import HessianSpectrum, spectrum_of
-from diminuendo.measuring.result import ExponentialFit, MeasuredInfluence
-from diminuendo.measuring.retraining import measure
+from diminuendo import _extras
+
+with _extras.needed("torch", extra="all", purpose="Measuring an influence"):
+    from diminuendo.measuring.curvature import HessianSpectrum, spectrum_of
+    from diminuendo.measuring.result import ExponentialFit, MeasuredInfluence
+    from diminuendo.measuring.retraining import measure
 
 __all__ = ["ExponentialFit", "HessianSpectrum", "MeasuredInfluence", "measure", "spectrum_of"]

@@ -13,8 +13,11 @@ Runs have fixed seeds and their losses are reported without noise: they are expe
 private releases.
 """
 
-from diminuendo.replicas.engine import train
-from diminuendo.replicas.initial import initialise
-from diminuendo.replicas.replica import Outcome, Replica
+from diminuendo import _extras
+
+with _extras.needed("torch", extra="all", purpose="Training many replicas"):
+    from diminuendo.replicas.engine import train
+    from diminuendo.replicas.initial import initialise
+    from diminuendo.replicas.replica import Outcome, Replica
 
 __all__ = ["Outcome", "Replica", "initialise", "train"]

@@ -10,13 +10,16 @@ results             what `tune` returns
 networks            `TwoLayers`, the paper's network
 """
 
-from diminuendo.tuning.auxiliary import Shape
-from diminuendo.tuning.auxiliary_tuning import tune
-from diminuendo.tuning.networks import TwoLayers
-from diminuendo.tuning.private_selection import SelectionResult, select_on_private
-from diminuendo.tuning.private_tuning import PrivateTuningResult, tune_on_private
-from diminuendo.tuning.results import FamilyResult, Trial, TuningResult
-from diminuendo.tuning.space import Candidate, Space
+from diminuendo import _extras
+
+with _extras.needed("torch", extra="all", purpose="Tuning"):
+    from diminuendo.tuning.auxiliary import Shape
+    from diminuendo.tuning.auxiliary_tuning import tune
+    from diminuendo.tuning.networks import TwoLayers
+    from diminuendo.tuning.private_selection import SelectionResult, select_on_private
+    from diminuendo.tuning.private_tuning import PrivateTuningResult, tune_on_private
+    from diminuendo.tuning.results import FamilyResult, Trial, TuningResult
+    from diminuendo.tuning.space import Candidate, Space
 
 __all__ = [
     "Candidate",
