@@ -451,9 +451,7 @@ def optimal_sigmas(q: Vector, budget: Budget, sampling_rate: float | Vector) -> 
 
 
 def _account(sigmas: Vector, budget: Budget, rate: float | Vector) -> float:
-    if isinstance(rate, float) and rate == 1:
-        return budget.epsilon_of(accounting.gaussian.spent(sigmas))
-    return accounting.epsilon(sigmas, budget.delta, rate, relation=budget.relation)
+    return accounting.account.releases(sigmas, rate).claim(budget)
 
 
 def _relation_words(budget: Budget) -> list[str]:
