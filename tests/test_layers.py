@@ -13,6 +13,7 @@ BEFORE = {
     "errors": set[str](),
     "_validate": {"errors"},
     "_files": {"errors"},
+    "_wiring": set[str](),
     "budget": set[str](),
     "events": {"budget"},
     "accounting": {"budget", "events"},
@@ -29,10 +30,9 @@ BEFORE["report"] = {*CORE, "ledger"}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
-GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
-"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
-`influence.measure` for its runs."""
+GROUND = {"errors", "_validate", "_files", "_wiring"}
+LATE = {("planning", "report"), ("influence", "experiments")}
+"""Inside a function: `Plan.summary` reaches for its words, and `influence.measure` for its runs."""
 
 
 def room(module: str) -> str:

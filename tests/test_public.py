@@ -20,6 +20,7 @@ NAMES = {
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "UsageError",
     "accounting",
     "bounds",
     "calibrate",

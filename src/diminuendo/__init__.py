@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diminuendo import _wiring
+
 if TYPE_CHECKING:
     from diminuendo import accounting, bounds, influence, ledger, schedules
     from diminuendo.accounting.account import delta, epsilon
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
         InputError,
         LedgerError,
         SchemaError,
+        UsageError,
     )
     from diminuendo.events import GaussianStep
     from diminuendo.experiments.tuning import tune
@@ -38,6 +41,7 @@ _HOMES = {
     "Plan": "planning",
     "PlanWarning": "planning",
     "SchemaError": "errors",
+    "UsageError": "errors",
     "calibrate": "accounting.calibrate",
     "delta": "accounting.account",
     "epsilon": "accounting.account",
@@ -57,6 +61,7 @@ __all__ = [
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "UsageError",
     "accounting",
     "bounds",
     "calibrate",
@@ -78,6 +83,15 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'diminuendo' has no attribute {name!r}")
+
+
+def _open_ledger(url: Any) -> Ledger:
+    """The ledger at a URL or path, which must exist: for those who only want to spend."""
+    found: Ledger = importlib.import_module("diminuendo.ledger").Ledger(url, create=False)
+    return found
+
+
+_wiring.provide("ledger", _open_ledger)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
     DiminuendoError
     ├── InputError       wrong use or bad input            (exit code 2; also a ValueError)
     │   └── SchemaError  a file of another schema version
+    ├── UsageError       a call at the wrong moment        (exit code 2; also a RuntimeError)
     ├── BudgetRefused    more was asked than is left       (exit code 3)
     └── LedgerError      the ledger is away, full, damaged (exit code 1)
 
@@ -38,6 +39,14 @@ class InputError(DiminuendoError, ValueError):
 
 class SchemaError(InputError):
     """A file written under another schema version."""
+
+
+class UsageError(DiminuendoError, RuntimeError):
+    """A call at the wrong moment: too early, twice, after the end, or from another process.
+
+    The message is a plain sentence that says what happened and what to do instead, e.g.
+    "This run is closed. Open a new one with ledger.open(…)."
+    """
 
 
 class BudgetRefused(DiminuendoError):

@@ -162,7 +162,7 @@ def test_a_step_that_fails_half_way_is_spent_and_the_next_goes_on(where: str) ->
         with pytest.raises(dim.DiminuendoError, match="in place"):
             private.backward(losses)
         bx, by = next(batches)
-        with pytest.raises(dim.InputError, match="begun"):
+        with pytest.raises(dim.UsageError, match="Draw the next batch"):
             private.backward(LOSS(model(bx), by))
     assert private.charged == private.spending.steps == 1
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -330,7 +330,7 @@ def test_a_batch_is_charged_at_the_rate_it_was_drawn_at() -> None:
     losses = LOSS(model(x), y)
     with pytest.raises(OSError, match="locked"):
         private.backward(losses)
-    with pytest.raises(dim.InputError, match="of step 2"):
+    with pytest.raises(dim.UsageError, match="next step to take is 2"):
         next(drawn)
     for x, y in private.batches(make_data()):
         private.backward(LOSS(model(x), y))

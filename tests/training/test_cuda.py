@@ -149,7 +149,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
             seed=7,
             micro_batch=micro_batch,
             folder=folder,
-            checkpoint_every=3,
+            every=3,
             progress=False,
             after_step=after,
         )

@@ -20,7 +20,7 @@ from torch import nn
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending
-from diminuendo.training import PrivateDescent, PrivateGradients, fit
+from diminuendo.training import Checkpoints, PrivateDescent, PrivateGradients, fit
 from diminuendo.training.progress import EpsilonSoFar
 
 N, D, STEPS = 30, 4, 20
@@ -52,6 +52,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 def run(model: nn.Module, plan: dim.Plan, **options: object):
     settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
+    if "every" in settings:
+        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
     return fit(model, settings.pop("data"), plan, **settings)
 
 
@@ -144,7 +146,7 @@ def test_resumed_runs_equal_uninterrupted_ones_bit_for_bit(
         options = {
             "seed": 7,
             "folder": tmp_path,
-            "checkpoint_every": 4,
+            "every": 4,
             "lr_scheduler": scheduler(optimizer, 5, 0.5),
         }
         try:
@@ -171,7 +173,7 @@ def after(step, private):
         os._exit(9)
 options = test_fit.{options}()
 plan = options.pop("plan") if "plan" in options else test_fit.make_plan()
-test_fit.run(test_fit.{model}(), plan, folder={folder!r}, checkpoint_every=5, after_step=after,
+test_fit.run(test_fit.{model}(), plan, folder={folder!r}, every=5, after_step=after,
              **options)
 """
 
@@ -196,7 +198,7 @@ def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
         make_model(),
         plan,
         folder=tmp_path,
-        checkpoint_every=5,
+        every=5,
         after_step=lambda step, private: taken.append(step),
     )
     assert taken == list(range(11, STEPS + 1))
@@ -286,7 +288,7 @@ def test_a_policy_resumes_bit_for_bit(tmp_path: Path) -> None:
             make_model(),
             make_plan(),
             folder=tmp_path,
-            checkpoint_every=3,
+            every=3,
             after_step=_crash_at(11),
             **adaptive_seeded(),
         )
@@ -437,7 +439,7 @@ torch.set_num_threads(1)
 model = test_fit.make_model()
 seed = None if sys.argv[2] == "none" else int(sys.argv[2])
 result = test_fit.run(model, test_fit.make_plan(steps=400), seed=seed, folder=sys.argv[1],
-                      checkpoint_every=3)
+                      every=3)
 torch.save(test_fit.weights(model), sys.argv[1] + "/weights.pt")
 print(result.steps, sum(e.count for e in result.events), result.epsilon)
 """
