@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from small_runs import LOSS, PERCEPTRON
 from torch import nn
 
 import diminuendo as dim
@@ -16,26 +15,8 @@ from diminuendo.training.distributed import Group
 from diminuendo.training.seeds import Seeds
 from diminuendo.training.step import Released
 
-N, D = 40, 5
-LOSS = nn.CrossEntropyLoss(reduction="none")
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        budget = dim.Budget(epsilon=4, delta=1e-5)
-        return dim.plan(budget, **{"examples": N, "parameters": 60, "steps": 6, **changes})
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (N,), generator=generator)
+N, D = PERCEPTRON.examples, PERCEPTRON.features
+make_plan, make_model, make_data = PERCEPTRON.plan, PERCEPTRON.model, PERCEPTRON.data
 
 
 def test_cpu_noise_has_more_than_32_bits_of_entropy() -> None:

@@ -9,52 +9,22 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from small_runs import LINEAR, LOSS, run, weights
 from torch import nn
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending
-from diminuendo.training import Checkpoints, PrivateDescent, PrivateGradients, fit
+from diminuendo.training import PrivateDescent, PrivateGradients, fit
 from diminuendo.training.progress import EpsilonSoFar
 
-N, D, STEPS = 30, 4, 20
-LOSS = nn.CrossEntropyLoss(reduction="none")
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(
-            dim.Budget(epsilon=4, delta=1e-5),
-            **{"examples": N, "parameters": 15, "steps": STEPS, **changes},
-        )
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(D, 3)
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(N, D, generator=generator), torch.randint(0, 3, (N,), generator=generator))
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def run(model: nn.Module, plan: dim.Plan, **options: object):
-    settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
-    if "every" in settings:
-        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
-    return fit(model, settings.pop("data"), plan, **settings)
+N, D, STEPS = LINEAR.examples, LINEAR.features, LINEAR.steps
+make_plan, make_model, make_data = LINEAR.plan, LINEAR.model, LINEAR.data
 
 
 def test_a_run_ends_with_what_it_spent() -> None:
@@ -502,3 +472,39 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 def test_lr_or_optimizer_is_needed() -> None:
     with pytest.raises(dim.InputError, match="lr"):
         fit(make_model(), make_data(), make_plan(), loss=LOSS, progress=False)
+
+
+def test_old_arguments_work_and_say_what_to_write(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Checkpoints\(folder, every\)"):
+        fit(
+            make_model(),
+            make_data(),
+            make_plan(),
+            loss=LOSS,
+            lr=0.5,
+            progress=False,
+            folder=tmp_path / "run",
+            checkpoint_every=5,
+        )
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    ledger = dim.Ledger(tmp_path / "ledger.sqlite")
+    (tmp_path / "data").write_text("1 2 3")
+    tied_to = dim.ledger.identify(tmp_path / "data")
+    ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=tied_to)
+    options = {"ledger": ledger, "budget": "b"}
+    with pytest.raises(dim.InputError, match="the data of the budget"):
+        run(make_model(), make_plan(), **options)
+    with pytest.warns(DeprecationWarning, match=r"ledger\.pay"):
+        assert run(make_model(), make_plan(), source=tmp_path / "data", **options).status == "done"
+    with pytest.raises(TypeError, match="colour"):
+        run(make_model(), make_plan(), colour="red")
+
+
+def test_what_pays_may_be_made_by_the_ledger(tmp_path: Path) -> None:
+    ledger = dim.Ledger(tmp_path / "ledger.sqlite")
+    ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=dim.ledger.identify(make_data()))
+    spending = ledger.pay("b", make_plan(), data=make_data())
+    result = run(make_model(), make_plan(), spending=spending)
+    assert (result.status, result.ledger["run"]) == ("done", ledger.runs("b")[0].id)
+    with pytest.raises(dim.InputError, match="seed"):
+        run(make_model(), make_plan(), spending=ledger.pay("b", make_plan()), seed=1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from small_runs import BUDGET, LOSS, PERCEPTRON, gradient
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -18,30 +18,8 @@ from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients
 from diminuendo.training.clipping import EngineError
 from diminuendo.training.seeds import Seeds
 
-N, D = 40, 5
-BUDGET = dim.Budget(epsilon=4, delta=1e-5)
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(
-            BUDGET, **{"examples": N, "parameters": 60, "steps": 6, "clip": 0.7, **changes}
-        )
-
-
-def make_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def make_data(seed: int = 1, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, D, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (n,), generator=generator)
-
-
-LOSS = nn.CrossEntropyLoss(reduction="none")
+N, D = PERCEPTRON.examples, PERCEPTRON.features
+make_plan, make_model, make_data = PERCEPTRON.plan, PERCEPTRON.model, PERCEPTRON.data
 
 
 def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
@@ -53,10 +31,6 @@ def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -
         flat = torch.cat([g.flatten() for g in grads])
         total += flat * min(1.0, clip / float(flat.norm()))
     return total
-
-
-def gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n() -> None:
