@@ -25,7 +25,10 @@ def train(
     """Steps of one's own, until so many are over; what was released."""
     released = []
     for x, y in private.batches(LINEAR.data()):
+        before = private.step
         private.backward(LOSS(private.model(x), y))
+        if private.step == before:
+            continue
         released.append(torch.cat([part.flatten() for part in private.released]))
         optimizer.step()
         optimizer.zero_grad()
@@ -193,3 +196,27 @@ def test_a_ledger_knows_without_a_journal(tmp_path: Path) -> None:
     second.spending.close()
     assert len(ledger.runs("b")) == 1
     assert ledger.status("b").spent <= 1
+
+
+def test_a_journal_that_cannot_be_written_costs_the_step_and_releases_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LINEAR.plan()
+    private, optimizer = made(plan, journal=tmp_path / "journal.json", micro_batch=20)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("diminuendo._files.write_text", full)
+        drawn = private.batches(LINEAR.data())
+        x, y = next(drawn)
+        with pytest.raises(OSError, match="full"):
+            private.backward(LOSS(private.model(x), y))
+    x, y = next(drawn)
+    with pytest.raises(dim.UsageError, match="its step is over"):
+        private.backward(LOSS(private.model(x), y))
+    assert private.released == ()
+    assert (private.charged, private.spending.steps) == (1, 1)
+    train(private, plan.steps, optimizer)
+    assert private.spending.granted == plan.events

@@ -13,6 +13,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,11 +99,13 @@ class PrivateGradients:
         self.group = Group.current()
         self.seeds = self.group.same_seeds(Seeds.make(seed))
         self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
+        self.spending = self._asked_by_the_first(spending)
+        if journal is not None and not isinstance(journal, Journal):
+            journal = Journal(journal, plan, writes=self.group.first)
+        self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
         self.guard = guard.Guard(model, self.engine.parameters)
         self.mechanism = Mechanism(self.engine.parameters, FastNoise(self.seeds), self.group)
-        self.spending = self._asked_by_the_first(spending)
-        self.journal = self._journal(journal)
         self.step = 0
         """How many steps are over: taken, or lost by a crash or an error."""
         self.lost = 0
@@ -120,11 +123,6 @@ class PrivateGradients:
         return for_all_ranks(
             self.group, lambda: PlanSpending(self.plan) if spending is None else spending
         )
-
-    def _journal(self, journal: Journal | str | Path | None) -> Journal | None:
-        if journal is None or isinstance(journal, Journal):
-            return journal
-        return Journal(journal, self.plan, writes=self.group.first)
 
     @property
     def private(self) -> bool:
@@ -188,23 +186,20 @@ class PrivateGradients:
         self.guard.check(losses, part.size)
         self._part = None
         if part.first:
-            self._open = self._request()
+            self._request()
         if self._open is None:
             raise UsageError(
                 "The first part of this batch failed, and its step is over. Draw the next batch."
             )
         clip, total = self._open
-        try:
+        with self._or_abandon():
             into = total.start if total.sums is None else total.sums
             self.engine.clipped_sum(losses, clip, into, total.scale)
-        except BaseException:
-            self._abandon()
-            raise
         if part.last:
             self._release(total)
             self._open = None
 
-    def _request(self) -> _Open:
+    def _request(self) -> None:
         """The budget request: refused, it raises BudgetRefused and nothing has changed."""
         self._abandon()
         clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
@@ -212,8 +207,6 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        if self.journal is not None:
-            self.journal.before_release(self.step, event, planned=self.policy is None)
         sensitivity = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
@@ -221,7 +214,10 @@ class PrivateGradients:
             divisor=self.divisor,
             step=self.step,
         )
-        return _Open(clip, total)
+        self._open = _Open(clip, total)
+        if self.journal is not None:
+            with self._or_abandon():
+                self.journal.before_release(self.step, event, planned=self.policy is None)
 
     def _release(self, total: NoisySum) -> None:
         """The noisy sum over the divisor, to p.grad."""
@@ -246,6 +242,14 @@ class PrivateGradients:
         self._abandon()
         self._next = self._next_event()
         return self.spending.fits(self._next)
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
 
     def _abandon(self) -> None:
         """A step that was paid for and not finished stays spent; its sum is never released."""
