@@ -45,7 +45,7 @@ class Setting:
             }
             return dim.plan(BUDGET, **settings)
 
-    def model(self, seed: int = 0) -> nn.Module:
+    def model(self, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return self.layers(self.features).to(self.dtype)
 

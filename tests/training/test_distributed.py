@@ -67,7 +67,10 @@ def torchrun(world: int, arguments: list[str]) -> int:
 
 
 def load(folder: Path, rank: int) -> list[tuple[torch.Tensor, str, int, float]]:
-    return torch.load(folder / f"{rank}.pt", weights_only=True)
+    runs: list[tuple[torch.Tensor, str, int, float]] = torch.load(
+        folder / f"{rank}.pt", weights_only=True
+    )
+    return runs
 
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

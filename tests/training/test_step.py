@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending, PlanSpending
-from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients
+from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients, Released
 from diminuendo.training.clipping import EngineError
 from diminuendo.training.seeds import Seeds
 
@@ -69,7 +70,9 @@ def test_a_plan_runs_exactly_its_steps() -> None:
     plan, data = make_plan(steps=5), make_data()
     model = make_model()
     private = PrivateGradients(model, plan)
-    assert len([private.backward(LOSS(model(x), y)) for x, y in private.batches(data)]) == 5
+    for x, y in private.batches(data):
+        private.backward(LOSS(model(x), y))
+    assert private.step == 5
     assert private.spending.granted == plan.events
     assert private.spending.epsilon() <= 4
     with pytest.raises(dim.BudgetRefused, match="5 steps are spent"):
@@ -116,7 +119,7 @@ def test_poisson_draws_divide_by_the_expected_size_and_empty_ones_count() -> Non
     assert private.spending.steps == 30
 
 
-class Pairs(Dataset):
+class Pairs(Dataset[Any]):
     """A map-style dataset."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -171,7 +174,7 @@ def test_a_broken_example_contributes_nothing_and_changes_nothing_else() -> None
         (lambda t: Flat(2.0 / t), 2.0),
     ],
 )
-def test_noise_follows_the_sensitivity_of_the_clip(clip: object, sensitivity: float) -> None:
+def test_noise_follows_the_sensitivity_of_the_clip(clip: Any, sensitivity: float) -> None:
     model, plan = make_model(), make_plan()
     private = PrivateGradients(model, plan, clip=clip, seed=9)
     private.backward((model(make_data()[0]) * 0).sum(1))
@@ -184,9 +187,9 @@ def test_noise_follows_the_sensitivity_of_the_clip(clip: object, sensitivity: fl
 def test_a_policy_is_held_by_its_filter() -> None:
     plan, data = make_plan(), make_data()
     model = make_model()
-    seen = []
+    seen: list[Released] = []
 
-    def policy(released: object) -> float:
+    def policy(released: Released) -> float:
         seen.append(released)
         return 6.0 if len(seen) % 2 else 9.0
 
@@ -243,7 +246,7 @@ def test_a_poisson_sample_is_one() -> None:
     assert abs(both - 40) < 5 * math.sqrt(40)
 
 
-def wrong(action):
+def wrong(action: Any) -> Any:
     model, plan, data = make_model(), make_plan(), make_data()
     return action(model, PrivateGradients(model, plan), data)
 
@@ -264,7 +267,7 @@ def wrong(action):
         (lambda m, p, d: PrivateGradients(nn.BatchNorm1d(3), p.plan), "GroupNorm"),
     ],
 )
-def test_bad_use(action, said: str) -> None:
+def test_bad_use(action: Any, said: str) -> None:
     with pytest.raises(dim.DiminuendoError, match=said):
         wrong(action)
 
