@@ -68,7 +68,8 @@ def batch_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         out = out[0]
     flat = out.flatten(1)
     weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    return (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    losses: Tensor = (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    return losses
 
 
 def close(actual: Tensor, expected: Tensor, tol: float, what: str, floor: float = 1e-30) -> None:
