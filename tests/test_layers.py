@@ -76,7 +76,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     allowed = (
         BEFORE[here] | {here, *FACADE} | (GROUND - {here} if here not in GROUND else BEFORE[here])
     )
-    for module, top in imports(path):
+    for module, _ in imports(path):
         if module.startswith("diminuendo"):
             target = room(module)
             assert target in allowed, f"{path.name} in {here} imports {module}"
