@@ -29,14 +29,15 @@ _EXPONENT = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 6, torch.float1
 
 
 def weights(losses: Tensor, lowest: torch.dtype) -> Tensor:
-    """Random powers of two with signs, one for each loss, never all the same."""
-    span = _EXPONENT.get(lowest, 3)
-    count = losses.shape[0]
-    powers = torch.randint(-span, span + 1, (count,))
-    powers[0], powers[-1] = -span, span
-    powers = powers[torch.randperm(count)]
-    signs = torch.randint(0, 2, (count,)) * 2 - 1
-    return (signs * 2.0**powers).to(losses.device, losses.dtype)
+    """Powers of two with signs in random order, all different as far as there are enough."""
+    span, count = _EXPONENT.get(lowest, 3), losses.shape[0]
+    powers = 2.0 ** torch.arange(-span, span + 1)
+    values = torch.cat([powers, -powers])
+    rounds = -(-count // len(values))
+    generator = torch.Generator()  # its own: the user's random numbers stay as they are
+    generator.seed()
+    orders = [torch.randperm(len(values), generator=generator) for _ in range(rounds)]
+    return values[torch.cat(orders)[:count]].to(losses.device, losses.dtype)
 
 
 class Sketch:
