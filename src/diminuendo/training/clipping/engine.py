@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.meet import MetPiece, returned
 from diminuendo.training.clipping.probe import Sketch, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows

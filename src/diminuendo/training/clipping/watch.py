@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from diminuendo.training.clipping.lift import lift
 from diminuendo.training.clipping.marks import (
     EXPANDING,
     FACTORIES,
@@ -27,7 +28,7 @@ from diminuendo.training.clipping.marks import (
     operation,
     tensors,
 )
-from diminuendo.training.clipping.meet import lift, meet
+from diminuendo.training.clipping.meet import meet
 from diminuendo.training.clipping.rows import RULES, TAG, Copies, Rows, default, guess, settled
 
 if TYPE_CHECKING:
