@@ -13,6 +13,7 @@ BEFORE = {
     "errors": set[str](),
     "_validate": {"errors"},
     "_files": {"errors"},
+    "_extras": {"errors"},
     "budget": set[str](),
     "events": {"budget"},
     "accounting": {"budget", "events"},
@@ -23,16 +24,20 @@ BEFORE = {
 }
 BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
+BEFORE["_progress"] = set[str]()
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["replicas"] = {*CORE, "training", "ledger"}
+BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
+BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}
+BEFORE["paper"] = {*BEFORE}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
-GROUND = {"errors", "_validate", "_files"}
-LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
-"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
-`influence.measure` for its runs."""
+GROUND = {"errors", "_validate", "_files", "_extras", "_progress"}
+FACADE = {"__version__", "_later"}
+"""What any module may take from `diminuendo` itself, the only module that knows all packages."""
 
 
 def room(module: str) -> str:
@@ -40,19 +45,18 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether it is imported at the top) for every import of this package."""
+def imports(path: Path) -> list[str]:
+    """Every module that a file imports, at its top or inside a function."""
     tree = ast.parse(path.read_text())
-    found = []
+    modules: list[str] = []
     for node in ast.walk(tree):
-        top = node in tree.body
         if isinstance(node, ast.Import):
-            found += [(name.name, top) for name in node.names]
+            modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "diminuendo":
-            found += [(f"diminuendo.{name.name}", top) for name in node.names]
+            modules += [f"diminuendo.{name.name}" for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.module, top))
-    return found
+            modules.append(node.module)
+    return modules
 
 
 def files() -> list[Path]:
@@ -69,15 +73,11 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     assert here in BEFORE, f"{here} has no place in the architecture"
     allowed = (
-        BEFORE[here]
-        | {here, "__version__"}
-        | (GROUND - {here} if here not in GROUND else BEFORE[here])
+        BEFORE[here] | {here, *FACADE} | (GROUND - {here} if here not in GROUND else BEFORE[here])
     )
-    for module, top in imports(path):
+    for module in imports(path):
         if module.startswith("diminuendo"):
             target = room(module)
-            assert target in allowed or (not top and (here, target) in LATE), (
-                f"{path.name} in {here} imports {module}"
-            )
+            assert target in allowed, f"{path.name} in {here} imports {module}"
         if here in CORE:
             assert module.split(".")[0] not in {"torch", "matplotlib", "typer", "rich"}

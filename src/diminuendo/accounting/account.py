@@ -8,7 +8,7 @@ lower end of `bracket` is a lower bound for the same composition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +18,9 @@ from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.accounting.subsampled import closed_form
-from diminuendo.budget import Relation
+from diminuendo.budget import Budget, Relation
 from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
 
 LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
 """What subsampled steps are certified for; σ above the most counts as the most."""
@@ -52,6 +53,7 @@ class Releases(NamedTuple):
 
     @property
     def full_batch(self) -> bool:
+        """Whether every step has sampling rate 1."""
         return bool((self.rates == 1).all())
 
     @property
@@ -68,6 +70,12 @@ class Releases(NamedTuple):
         if relation == "replace-one":
             return self._replace_one_epsilon(delta)
         return _certified(lambda: subsampled.epsilon_upper(*self._reach(), delta))
+
+    def claim(self, budget: Budget) -> float:
+        """The ε that may be claimed at the budget's δ, relation and conversion."""
+        if self.full_batch:
+            return budget.epsilon_of(self.spent)
+        return self.epsilon(budget.delta, budget.relation)
 
     def _reach(self) -> Releases:
         """The same, checked against and held within what the subsampled bounds are made for."""
@@ -124,6 +132,28 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
     return Releases(keys.real.copy(), keys.imag.copy(), counts.astype(np.float64))
 
 
+def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
+    """The ε ≥ 0 that may be claimed for these events together, by the budget's terms.
+
+    A certified upper bound for an adversary who sees every step, at the budget's δ and neighbouring
+    relation: by the closed form (and the budget's conversion) where every step takes the full
+    batch, by the certified bounds for Poisson sampling otherwise. The events must have been fixed
+    in advance; for σ chosen while training, what a filter guarantees is the claim.
+    """
+    return of_events(events).claim(budget)
+
+
+def of_events(events: Iterable[GaussianStep]) -> Releases:
+    """Events with equal ones gathered; order does not matter to the accountant."""
+    counts: dict[tuple[float, float], int] = {}
+    for event in events:
+        key = (event.noise_multiplier, event.sampling_rate)
+        counts[key] = counts.get(key, 0) + event.count
+    pairs = np.array(sorted(counts), dtype=np.float64).reshape(-1, 2)
+    times = np.array([counts[key] for key in sorted(counts)], dtype=np.float64)
+    return Releases(pairs[:, 0], pairs[:, 1], times)
+
+
 def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
     """One Poisson sampling rate in (0, 1] for each step, from one number or one for each."""
     alone = np.ndim(sampling_rate) == 0
@@ -137,7 +167,7 @@ def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
             "at most 1",
             name="sampling_rate",
             value=float(rates.max()),
-            remedy="It is a probability: expected batch size over examples.",
+            remedy="It is a probability: expected batch size divided by number of examples.",
         )
     if not alone and rates.size != steps:
         raise InputError(
@@ -149,6 +179,7 @@ def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
 
 
 def check_delta(delta: float) -> float:
+    """δ as a float in (0, 1), or InputError."""
     return _validate.real("delta", delta, above=0, below=1)
 
 
@@ -159,7 +190,16 @@ def epsilon(
     *,
     relation: Relation = "add-remove",
 ) -> float:
-    """An upper bound on ε at δ for Gaussian steps with these noise multipliers."""
+    """An upper bound on ε at δ for Gaussian steps with these noise multipliers.
+
+    sigmas          one noise multiplier for each step: noise deviation over clip norm, positive
+    delta           δ in (0, 1)
+    sampling_rate   Poisson sampling rate in (0, 1], one for all steps or one for each; 1 is the
+                    full batch
+    relation        "add-remove" or "replace-one"
+
+    Returns ε ≥ 0, which holds for the whole sequence.
+    """
     _validate.choice("relation", relation, budget.SENSITIVITY)
     return releases(sigmas, sampling_rate).epsilon(check_delta(delta), relation)
 
@@ -171,7 +211,10 @@ def delta(
     *,
     relation: Relation = "add-remove",
 ) -> float:
-    """An upper bound on δ at ε for Gaussian steps with these noise multipliers."""
+    """An upper bound on δ, in [0, 1], at ε ≥ 0 for Gaussian steps with these noise multipliers.
+
+    The other arguments are those of `epsilon`.
+    """
     epsilon = _validate.real("epsilon", epsilon, at_least=0)
     _validate.choice("relation", relation, budget.SENSITIVITY)
     steps = releases(sigmas, sampling_rate)
@@ -187,7 +230,7 @@ def delta(
 
 
 def bracket(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Bracket:
-    """Bounds on both sides of the smallest ε at δ, for add-remove neighbours."""
+    """Certified lower and upper bounds on the smallest ε at δ, for add-remove neighbours."""
     return releases(sigmas, sampling_rate).bracket(check_delta(delta))
 
 

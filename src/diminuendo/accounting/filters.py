@@ -55,7 +55,22 @@ class _Filter(ABC):
         """What each event costs (all `count` of it), in units of 2⁻²⁰⁰, rounded up."""
 
     @abstractmethod
+    def _epsilon(self, spent: Fraction) -> float:
+        """A certified ε ≥ 0 of steps that cost this much together, at the budget's δ."""
+
+    @abstractmethod
     def _terms(self) -> dict[str, Any]: ...
+
+    def claim(self, spent: int) -> float:
+        """A certified ε of everything that was charged: `spent`, in units of 2⁻²⁰⁰.
+
+        At the budget's δ and relation. Within the limit it is at most the budget's: that is what
+        the filter guarantees.
+        """
+        if spent <= 0:
+            return 0.0
+        epsilon = self._epsilon(Fraction(spent, UNIT))
+        return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
 
     def fits(self, step: GaussianStep) -> bool:
         """Whether `request` would say yes. Changes nothing."""
@@ -99,14 +114,14 @@ class _Filter(ABC):
                 relation=cast(Relation, state["relation"]),
                 conversion=cast(Conversion, state["conversion"]),
             )
-            made = cls._with_terms(budget, state)
+            restored = cls._with_terms(budget, state)
         except (KeyError, TypeError) as error:
             raise InputError("complete", name="the filter's state", value=str(error)) from None
         spent = str(state.get("spent"))
-        if not (spent.isascii() and spent.isdecimal()) or int(spent) > made.limit:
+        if not (spent.isascii() and spent.isdecimal()) or int(spent) > restored.limit:
             raise InputError("a whole number within the limit", name="spent", value=spent)
-        made._spent = int(spent)
-        return made
+        restored._spent = int(spent)
+        return restored
 
     @classmethod
     @abstractmethod
@@ -122,8 +137,9 @@ class GaussianFilter(_Filter):
         super().__init__(budget, budget.mu**2 * (1 - 1e-15))
 
     def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        """count·(Δ/σ)² of each full-batch event, in units of 2⁻²⁰⁰, rounded up."""
         scale = UNIT * int(self.budget.sensitivity) ** 2
-        found = []
+        prices = []
         for step in steps:
             if step.sampling_rate != 1:
                 raise InputError(
@@ -134,8 +150,12 @@ class GaussianFilter(_Filter):
                     'composition="renyi".',
                 )
             over, under = step.noise_multiplier.as_integer_ratio()
-            found.append(step.count * -(-scale * under**2 // over**2))
-        return found
+            prices.append(step.count * -(-scale * under**2 // over**2))
+        return prices
+
+    def _epsilon(self, spent: Fraction) -> float:
+        mu_squared = float(np.nextafter(float(spent), math.inf))
+        return self.budget.epsilon_of(mu_squared / self.budget.sensitivity**2 * (1 + 1e-12))
 
     def _terms(self) -> dict[str, Any]:
         return {}
@@ -171,6 +191,7 @@ class RenyiFilter(_Filter):
         super().__init__(budget, limit * (1 - 1e-12))
 
     def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        """count·D_a(σ, rate) of each event, in units of 2⁻²⁰⁰, rounded up."""
         sigmas = np.array([step.noise_multiplier for step in steps])
         rates = np.array([step.sampling_rate for step in steps])
         each = np.empty_like(sigmas)
@@ -188,6 +209,11 @@ class RenyiFilter(_Filter):
             step.count * max(math.ceil(Fraction(cost) * UNIT), 1)
             for step, cost in zip(steps, each.tolist(), strict=True)
         ]
+
+    def _epsilon(self, spent: Fraction) -> float:
+        offset, divergence = renyi.offset(self.order, self.budget.delta), float(spent)
+        margin = 1e-12 * divergence + 1e-14 * (1 + abs(offset))
+        return max(divergence + offset + margin, 0.0)
 
     def _terms(self) -> dict[str, Any]:
         return {"order": self.order}
