@@ -78,15 +78,17 @@ class Engine:
 
     ``eval_mode`` says what to do when ``clipped_sum`` is called while the model is in eval
     mode: ``"ignore"``, ``"warn"`` or ``"raise"``. Which parameters are trainable is read once,
-    here; attach a new engine after freezing or unfreezing.
+    here; attach a new engine after freezing or unfreezing. With ``probing=False`` the engine calls
+    :meth:`probe` only when told to: for computations that release nothing, on a model that was
+    probed before.
     """
 
-    def __init__(self, model: nn.Module, eval_mode: str = "ignore") -> None:
+    def __init__(self, model: nn.Module, eval_mode: str = "ignore", probing: bool = True) -> None:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.model = model
-        self.eval_mode = eval_mode
+        self.eval_mode, self.probing = eval_mode, probing
         self._tape = Tape()
         self._probed: weakref.ref[Tensor] | None = None
         self._uses: Counter[Hashable] = Counter()
@@ -310,7 +312,11 @@ class Engine:
         Batches of other sizes have the same shape, unless the size is that of something else.
         """
         examples = losses.shape[0]
-        if examples < 2 or (self._probed is not None and self._probed() is losses):
+        if (
+            not self.probing
+            or examples < 2
+            or (self._probed is not None and self._probed() is losses)
+        ):
             return
         key = (self._root.shape, examples if examples in self._sizes else None)
         self._uses[key] += 1

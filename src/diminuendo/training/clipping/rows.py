@@ -410,7 +410,9 @@ def _got(
 ) -> Rows:
     del kwargs, nr
     if source is not args[0]:  # a batch of indices into something that holds no examples
-        return guess(out, rows.examples)
+        index = args[1]
+        first = index[0] if isinstance(index, tuple) else index
+        return rows if isinstance(first, Tensor) else guess(out, rows.examples)
     return indexed(source, rows, args[1], out.dim())
 
 
