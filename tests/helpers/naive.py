@@ -30,7 +30,7 @@ def reference(
     grads: Sequence[Tensor], clip: Clip, layers: list[list[int]]
 ) -> tuple[Tensor, list[Tensor]]:
     """Norms and clipped sums from per-example gradients; written out from the definitions."""
-    squares = [g.flatten(1).square().sum(1) for g in grads]
+    squares = [g.reshape(len(g), -1).square().sum(1) for g in grads]
     norms = torch.stack(squares).sum(0).sqrt()
     finite = norms.isfinite()
     result: list[Tensor] = [torch.empty(0)] * len(grads)
@@ -89,7 +89,9 @@ def compare(
 ) -> None:
     """Engine against reference, for every kind of clipping."""
     grads = per_example(copy.deepcopy(model), batch, loss)
-    median = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    median = (
+        torch.stack([g.reshape(len(g), -1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    )
     bound = max(float(median), 1e-3)
     with Engine(model) as engine:
         slots = layer_slots(engine)
