@@ -26,7 +26,6 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import sampling
 from diminuendo.training.clipping import Clip, Engine, Flat
-from diminuendo.training.clipping.contract import TF32, coarse
 from diminuendo.training.distributed import Group
 from diminuendo.training.seeds import Seeds
 
@@ -316,7 +315,7 @@ class PrivateGradients:
         self.group.agree(lambda: self.spending.request(event))
         if not self.group.first:
             self.spending.note(event)
-        bound = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
+        bound = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
         self._open = _Open(event.noise_multiplier * bound, clip)
         if self.granted is not None:
             self.granted(event)
