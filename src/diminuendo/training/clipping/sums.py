@@ -11,7 +11,6 @@ product ``U_i^T V_i`` is that of its two tensors in real numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +22,9 @@ from diminuendo.training.clipping.rounding import DOUBLE, cancelled, coarse, to_
 # Rows of a matrix product that are added up at a time in the type of the data.
 _QUICK = 4096
 # Entries converted to float64 at a time; they should stay in the cache.
-_CONVERTED = 1 << 18
+_CONVERTED = 1 << 17
 # A product is summed and checked if its narrower side is wider than this; else it is precise.
-_NARROW = 24
+_NARROW = 56
 
 
 class Term:
@@ -125,62 +124,78 @@ class Lookup(Term):
 class Product(Term):
     """Tokens u and v, ``(N, T, *)`` or ``(N, *)``, whose products are added up.
 
+    Sums are kept as (narrower side) x (wider side), which is how matrix products are fastest.
     Where a GPU multiplies in TF32, u has been scaled and rounded, v has been rounded, and the
-    products are those of the rounded numbers.
+    products are those of the rounded numbers. ``column`` is ``sum_i c_i w_i`` over the wider side w
+    in float64, a by-product of ``precise`` and ``probe``.
     """
 
     def __init__(self, u: Tensor, v: Tensor, factors: Tensor, terms: Tensor | None) -> None:
         many = u.dim() == 3
         self.terms = terms if many else None
         self.cancelled = cancelled(u) if many else 1.0
-        self.shape = (u.shape[-1], v.shape[-1])
-        self.checked = min(self.shape) > _NARROW and u.dtype is not torch.float64
+        self.column: Tensor | None = None
         self.weights: Tensor | None = factors
         if coarse(u):
-            scaled = u * spread(factors.to(u.dtype), u)
-            u, self.weights = to_tf32(scaled), None
+            u, self.weights = to_tf32(u * spread(factors.to(u.dtype), u)), None
         elif many:
             self.weights = factors.repeat_interleave(u.shape[1])
-        self.u, self.v = u.flatten(0, -2), v.flatten(0, -2)
-        length, width = self.u.shape[0], sum(self.shape)
-        self.block = max(64, _CONVERTED // width, math.isqrt(length))
+        u, v = u.flatten(0, -2), v.flatten(0, -2)
+        self.turned = u.shape[1] > v.shape[1]
+        self.narrow, self.wide = (v, u) if self.turned else (u, v)
+        self.checked = self.narrow.shape[1] > _NARROW and u.dtype is not torch.float64
+        length = u.shape[0]
+        self.block = max(64, _CONVERTED // self.wide.shape[1], math.isqrt(length))
         self.error = DOUBLE * (min(length, self.block) + length // self.block + 8)
 
-    def _blocks(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """u and v, of which the narrower one is scaled, in blocks of tokens."""
-        thin = self.shape[0] <= self.shape[1]
-        weights = None if self.weights is None else self.weights.to(dtype).unsqueeze(1)
-        for start in range(0, self.u.shape[0], size):
-            part = slice(start, start + size)
-            u, v = self.u[part].to(dtype), self.v[part].to(dtype)
-            if weights is not None:
-                u, v = (u * weights[part], v) if thin else (u, v * weights[part])
-            yield u, v
+    def _shaped(self, total: Tensor) -> Tensor:
+        return total.t() if self.turned else total
+
+    def _scaled(self, dtype: torch.dtype) -> Tensor:
+        narrow = self.narrow.to(dtype)
+        return narrow if self.weights is None else narrow * self.weights.to(dtype).unsqueeze(1)
+
+    def _times_wide(self, left: Tensor) -> Tensor:
+        """``left^T`` times the wider side in float64; the column too."""
+        count, length = left.shape[1], left.shape[0]
+        padded = left.new_zeros(length, -(-(count + 1) // 4) * 4)
+        padded[:, :count] = left
+        padded[:, count] = 1.0 if self.weights is None else self.weights
+        total = left.new_zeros(padded.shape[1], self.wide.shape[1])
+        for part, wide in zip(padded.split(self.block), self.wide.split(self.block), strict=True):
+            total.addmm_(part.t(), wide.double())
+        self.column = total[count]
+        return total[:count]
 
     def precise(self) -> Tensor:
-        total = torch.zeros(self.shape, dtype=torch.float64, device=self.u.device)
-        for u, v in self._blocks(self.block, torch.float64):
-            total.addmm_(u.t(), v)
-        return total
+        return self._shaped(self._times_wide(self._scaled(torch.float64)))
 
     def quick(self) -> Tensor:
-        total: Tensor | None = None
-        for u, v in self._blocks(_QUICK, self.u.dtype):
-            part = torch.mm(u.t(), v)
-            total = part if total is None else total.double().add_(part)
+        narrow, total = self._scaled(self.wide.dtype), None
+        for part, wide in zip(narrow.split(_QUICK), self.wide.split(_QUICK), strict=True):
+            product = torch.mm(part.t(), wide)
+            total = product if total is None else total.double().add_(product)
         assert total is not None
-        return total
+        return self._shaped(total)
 
     def probes(self) -> int:
-        return min(self.shape)
+        return self.narrow.shape[1]
 
     def probe_error(self) -> float:
         return self.error + 3 * DOUBLE * self.probes()
 
     def probe(self, total: Tensor, vectors: Tensor) -> Tensor:
-        thin = self.shape[0] <= self.shape[1]
-        sketch = torch.mm(vectors.t(), (total if thin else total.t()).double())
-        for u, v in self._blocks(self.block, torch.float64):
-            narrow, wide = (u, v) if thin else (v, u)
-            sketch.addmm_(torch.mm(narrow, vectors).t(), wide, alpha=-1.0)
-        return sketch.square_().sum()
+        exact = self._times_wide(torch.mm(self._scaled(torch.float64), vectors))
+        ours = torch.mm(vectors.t(), self._shaped(total).double())
+        return ours.sub_(exact).square_().sum()
+
+
+@dataclass
+class Column(Rows):
+    """Rows ``(N, d)`` that are the wider side of a product with the same factors."""
+
+    product: Product
+
+    def precise(self) -> Tensor:
+        column = self.product.column
+        return super().precise() if column is None else column

@@ -24,7 +24,7 @@ from diminuendo.training.clipping.contract import (
 )
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.rounding import above, coarse, row_norm, to_tf32
-from diminuendo.training.clipping.sums import Product, Rows, Term
+from diminuendo.training.clipping.sums import Column, Product, Rows, Term
 from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, trained
 
 
@@ -47,6 +47,7 @@ class LinearPiece(Piece):
         self._products: Tensor | None = None
         self._totals: Tensor | None = None
         self._terms: Tensor | None = None
+        self._product: Product | None = None
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
@@ -121,11 +122,18 @@ class LinearPiece(Piece):
 
     def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
         if param is not self.weight:
-            return [(WHOLE, Rows(self._per_example_bias(), factors))]
+            rows, product = self._per_example_bias(), self._product
+            self._product = None
+            if product is not None and product.wide is rows:
+                return [(WHOLE, Column(rows, factors, product))]
+            return [(WHOLE, Rows(rows, factors))]
         if self._products is not None:
             return [(WHOLE, Rows(self._products, factors))]
         assert self.inputs is not None
-        return [(WHOLE, Product(self._u(), self.inputs, factors, self._terms))]
+        product = Product(self._u(), self.inputs, factors, self._terms)
+        if self.bias is not None:
+            self._product = product
+        return [(WHOLE, product)]
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         if param is not self.weight:
