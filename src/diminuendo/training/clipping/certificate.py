@@ -21,7 +21,7 @@ ALLOWANCE = 2.0**-10
 FAILURE = 2.0**-50
 """Largest probability, for each call of the engine, that a larger error is not noticed."""
 
-_VECTORS = 15  # with the column that a product has besides, a width that kernels like
+_VECTORS = 11
 _SHARE = 0.999 * _VECTORS * FAILURE ** (2 / _VECTORS) / math.e
 """The x of the module's text, from below."""
 # What additions into the caller's buffers may take of the allowance.

@@ -162,8 +162,10 @@ class Factor:
 
     def inner(self, other: Factor) -> Tensor:
         """``<G_i, G'_i>`` for each example, by the Gram identity."""
-        return self._row_products(other).mul_(torch.bmm(self.cols, other.cols.mT)).sum(
-            (1, 2), dtype=torch.float64
+        return (
+            self._row_products(other)
+            .mul_(torch.bmm(self.cols, other.cols.mT))
+            .sum((1, 2), dtype=torch.float64)
         )
 
     def _row_products(self, other: Factor) -> Tensor:
@@ -181,7 +183,6 @@ class Factor:
         """Upper bounds of ``||r_t||`` and ``||c_t||``, ``(N, T)`` in float64."""
         cols = _lengths(self.cols)
         return (torch.ones_like(cols) if self.indexed else _lengths(self.rows)), cols
-
 
     def bulk(self) -> Tensor:
         """An upper bound of ``sum_t ||r_t|| ||c_t||``, ``(N,)`` in float64."""

@@ -449,7 +449,9 @@ class Engine:
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Norms ``(N,)``, and the factors of each group."""
         rows = [group.norms() for group in groups]
-        known = [losses.new_zeros(len(losses), dtype=torch.float64) if r is None else r for r in rows]
+        known = [
+            losses.new_zeros(len(losses), dtype=torch.float64) if r is None else r for r in rows
+        ]
         if not clip.per_layer:
             return known[0], [clip.factors(known[0])]
         return joint_norm(known), clip.factors(torch.stack(known)).unbind(0)
@@ -509,7 +511,9 @@ class _Group:
             return []
         sizes = [value.shape[1] for _, value in self._rows]
         parts = torch.split(self._joined, sizes, 1)
-        return [(slot, Rows(part, factors)) for (slot, _), part in zip(self._rows, parts, strict=True)]
+        return [
+            (slot, Rows(part, factors)) for (slot, _), part in zip(self._rows, parts, strict=True)
+        ]
 
     def sums(self, factors: Tensor) -> list[tuple[int, Tensor]]:
         """The weighted sums of the parameters whose rows were joined, by slot, flat."""

@@ -20,7 +20,7 @@ TF32 = 2.0**-11
 _UNITS = {torch.float32: 2.0**-24, torch.float64: DOUBLE}
 _SMALLEST = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
 _CANCELLED = {torch.float32: 2.0**11, torch.float64: 2.0**16}
-_CACHED = 1 << 17
+_CACHED, _PER_KERNEL = 1 << 17, 1 << 26
 # Entries whose squares may be added up in float32, and the norms for which that is safe.
 _STRETCH = 1024
 _TAME = 2.0**-40, 2.0**60
@@ -28,10 +28,9 @@ _TENSOR_CORE = 2.0**-22  # they cut bits off a sum instead of rounding it
 
 
 def cached(like: Tensor) -> int:
-    """How many rows of a matrix to convert to float64 at a time, so that they stay in the cache."""
-    if like.is_cuda or like.dtype is torch.float64:
-        return max(1, like.shape[0])
-    return max(1, _CACHED // max(1, like.shape[1]))
+    """How many rows of a matrix to convert to float64 at a time: what stays in a CPU's cache, and
+    on a GPU what is worth a kernel."""
+    return max(1, (_PER_KERNEL if like.is_cuda else _CACHED) // max(1, like.shape[1]))
 
 
 def unit(like: Tensor) -> float:

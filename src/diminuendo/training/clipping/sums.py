@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from diminuendo.training.clipping.contract import spread
-from diminuendo.training.clipping.rounding import DOUBLE, cancelled, coarse, to_tf32
+from diminuendo.training.clipping.rounding import DOUBLE, cached, cancelled, coarse, to_tf32
 
 # Rows of a matrix product that are added up at a time in the type of the data.
-_QUICK = 4096
-# Entries converted to float64 at a time; they should stay in the cache.
-_CONVERTED = 1 << 17
+_QUICK = 1024
 # A product is summed and checked if its narrower side is wider than this; else it is precise.
 _NARROW = 56
 
@@ -63,11 +61,11 @@ class Term:
         raise NotImplementedError
 
     def probe_error(self) -> float:
-        """What float64 may round that by: its root, over the vectors' norm and ``sum_i c_i m_i``."""
+        """What float64 may round the root of that by, over ``||vectors||_F sum_i c_i m_i``."""
         raise NotImplementedError
 
     def spent(self, factors: Tensor, bound: float) -> Tensor | float:
-        """``sum_i c_i m_i``, or an upper bound for it if every ``c_i ||G_i||`` is under ``bound``."""
+        """An upper bound for ``sum_i c_i m_i``; ``bound`` is one for every ``c_i ||G_i||``."""
         if self.terms is None:
             return len(factors) * bound * self.cancelled
         return torch.dot(factors, torch.where(factors > 0, self.terms, 0.0))
@@ -85,10 +83,10 @@ class Rows(Term):
 
     def precise(self) -> Tensor:
         flat = self.rows.flatten(1)
-        if flat.dtype is torch.float64 or flat.numel() <= _CONVERTED or flat.is_cuda:
+        step = cached(flat)
+        if step >= len(flat):
             return torch.mv(flat.double().t(), self.factors).view(self.rows.shape[1:])
-        total = torch.zeros(flat.shape[1], dtype=torch.float64, device=flat.device)
-        step = max(1, _CONVERTED // flat.shape[1])
+        total = self.factors.new_zeros(flat.shape[1])
         for part, factors in zip(flat.split(step), self.factors.split(step), strict=True):
             total.addmv_(part.double().t(), factors)
         return total.view(self.rows.shape[1:])
@@ -111,10 +109,8 @@ class Lookup(Term):
     def precise(self) -> Tensor:
         width = self.tokens.shape[2]
         total = self.factors.new_zeros(self.rows, width)
-        step = max(1, _CONVERTED // (self.tokens.shape[1] * width))
+        step = cached(self.tokens.flatten(1))
         parts = [part.split(step) for part in (self.tokens, self.indices, self.factors)]
-        if self.tokens.is_cuda:
-            parts = [(part,) for part in (self.tokens, self.indices, self.factors)]
         for tokens, indices, factors in zip(*parts, strict=True):
             scaled = tokens.double().mul_(spread(factors, tokens))
             total.index_add_(0, indices.reshape(-1), scaled.view(-1, width))
@@ -135,6 +131,7 @@ class Product(Term):
         self.terms = terms if many else None
         self.cancelled = cancelled(u) if many else 1.0
         self.column: Tensor | None = None
+        self.factors = factors
         self.weights: Tensor | None = factors
         if coarse(u):
             u, self.weights = to_tf32(u * spread(factors.to(u.dtype), u)), None
@@ -145,7 +142,7 @@ class Product(Term):
         self.narrow, self.wide = (v, u) if self.turned else (u, v)
         self.checked = self.narrow.shape[1] > _NARROW and u.dtype is not torch.float64
         length = u.shape[0]
-        self.block = max(64, _CONVERTED // self.wide.shape[1], math.isqrt(length))
+        self.block = max(64, cached(self.wide), math.isqrt(length))
         self.error = DOUBLE * (min(length, self.block) + length // self.block + 8)
 
     def _shaped(self, total: Tensor) -> Tensor:
@@ -156,19 +153,20 @@ class Product(Term):
         return narrow if self.weights is None else narrow * self.weights.to(dtype).unsqueeze(1)
 
     def _times_wide(self, left: Tensor) -> Tensor:
-        """``left^T`` times the wider side in float64; the column too."""
-        count, length = left.shape[1], left.shape[0]
-        padded = left.new_zeros(length, -(-(count + 1) // 4) * 4)
-        padded[:, :count] = left
-        padded[:, count] = 1.0 if self.weights is None else self.weights
-        total = left.new_zeros(padded.shape[1], self.wide.shape[1])
-        for part, wide in zip(padded.split(self.block), self.wide.split(self.block), strict=True):
-            total.addmm_(part.t(), wide.double())
+        """``left`` times the wider side in float64; the column too."""
+        count, length = left.shape
+        padded = left.new_zeros(-(-(count + 1) // 4) * 4, length)  # a width that kernels like
+        padded[:count] = left
+        padded[count] = 1.0 if self.weights is None else self.weights
+        total = left.new_zeros(padded.shape[0], self.wide.shape[1])
+        parts = zip(padded.split(self.block, 1), self.wide.split(self.block), strict=True)
+        for part, wide in parts:
+            total.addmm_(part, wide.double())
         self.column = total[count]
         return total[:count]
 
     def precise(self) -> Tensor:
-        return self._shaped(self._times_wide(self._scaled(torch.float64)))
+        return self._shaped(self._times_wide(self._scaled(torch.float64).t()))
 
     def quick(self) -> Tensor:
         narrow, total = self._scaled(self.wide.dtype), None
@@ -185,7 +183,7 @@ class Product(Term):
         return self.error + 3 * DOUBLE * self.probes()
 
     def probe(self, total: Tensor, vectors: Tensor) -> Tensor:
-        exact = self._times_wide(torch.mm(self._scaled(torch.float64), vectors))
+        exact = self._times_wide(torch.mm(vectors.t(), self._scaled(torch.float64).t()))
         ours = torch.mm(vectors.t(), self._shaped(total).double())
         return ours.sub_(exact).square_().sum()
 

@@ -138,7 +138,7 @@ class Piece:
         raise NotImplementedError
 
     def bulk(self, param: nn.Parameter) -> Tensor:
-        """An upper bound for the sizes, before any cancel, of what is added up: ``(N,)``, float64."""
+        """Upper bounds ``(N,)``, float64, of the sizes of what is added up, before any cancel."""
         raise NotImplementedError
 
     def factor(self, param: nn.Parameter) -> Factor | None:  # noqa: ARG002

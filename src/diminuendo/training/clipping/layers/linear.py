@@ -124,7 +124,7 @@ class LinearPiece(Piece):
         if param is not self.weight:
             rows, product = self._per_example_bias(), self._product
             self._product = None
-            if product is not None and product.wide is rows:
+            if product is not None and product.wide is rows and product.factors is factors:
                 return [(WHOLE, Column(rows, factors, product))]
             return [(WHOLE, Rows(rows, factors))]
         if self._products is not None:
