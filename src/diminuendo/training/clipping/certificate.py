@@ -80,4 +80,5 @@ def normal(rows: int, cols: int) -> Tensor:
         return torch.empty(0, cols, dtype=torch.float64)
     bits = torch.frombuffer(bytearray(os.urandom(8 * rows * cols)), dtype=torch.int64)
     uniform = (bits >> 12).double().add_(2.0**51 + 0.5).mul_(2.0**-52)
-    return torch.special.ndtri(uniform).view(rows, cols)
+    numbers: Tensor = torch.special.ndtri(uniform)
+    return numbers.view(rows, cols)

@@ -38,6 +38,8 @@ _TRAFFIC = 24
 _MEMORY = 1.0
 # Most entries of one block of Gram matrices held at a time.
 _BLOCK = 1 << 23
+# Lengths of the longest rows and columns of an example for which float32 has the range.
+_TAME = 2.0**-30, 2.0**50
 # Inner products with a larger relative error than this are taken in float64.
 _LOOSE = 2.0**-7
 
@@ -156,6 +158,10 @@ class Factor:
         """Lengths of the inner products of rows and of columns; 1 for indices, which are exact."""
         return (1 if self.indexed else self.rows.shape[2]), self.cols.shape[2]
 
+    def some(self, which: Tensor) -> Factor:
+        """The gradients of some examples."""
+        return Factor(self.rows[which], self.cols[which])
+
     def double(self) -> Factor:
         """The same gradient, to be multiplied in float64."""
         return Factor(self.rows if self.indexed else self.rows.double(), self.cols.double())
@@ -230,6 +236,21 @@ def shared_size(factors: list[Factor]) -> Size:
     square.add_(b.sum(1).square_(), alpha=under[0]).add_(a.sum(1).square_(), alpha=under[1])
     square.add_(tokens * tokens * (under[0] * under[1] + lost))
     square.add_(total.clamp(min=0.0))
-    norm = square.sqrt_().mul_(above(8)).maximum(terms * floor)
+    norm = square.sqrt_().mul_(above(8))
     norm = torch.where(total.isfinite(), norm, torch.inf)
-    return Size(torch.where(terms == 0, 0.0, norm), terms)
+    if cols.dtype is torch.float32 and not cols.is_cuda:
+        _measure_odd(factors, a, b, norm)
+    return Size(torch.where(terms == 0, 0.0, norm.maximum(terms * floor)), terms)
+
+
+def _measure_odd(factors: list[Factor], a: Tensor, b: Tensor, norm: Tensor) -> None:
+    """Put norms taken in float64 for the examples whose inner products float32 cannot hold.
+
+    Which ones, each example decides for itself: its norm must not depend on the others.
+    """
+    longest = torch.stack((a.amax(1), b.amax(1)))
+    tame = ((longest > _TAME[0]) & (longest < _TAME[1])).all(0) | (longest == 0).any(0)
+    if bool(tame.all()):
+        return
+    which = (~tame).nonzero().squeeze(1)
+    norm[which] = shared_size([factor.some(which).double() for factor in factors]).norm

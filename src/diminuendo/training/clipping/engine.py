@@ -270,8 +270,10 @@ class Engine:
         finite = _unless_all_finite(norms)
         if finite is not None:
             factors = [torch.where(finite, row, 0.0) for row in factors]
-            for part in (*live, *groups):
-                part.purge(finite)
+            for piece in live:
+                piece.purge(finite)
+            for group in groups:
+                group.purge(finite)
         terms = self._terms(live, groups, factors)
         _check_reach(terms, len(norms), allowance)
         parts = self._parts(terms, Certificate(clip.sensitivity, allowance, _longest(terms)))

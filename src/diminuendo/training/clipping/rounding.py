@@ -84,7 +84,7 @@ def _single_norm(flat: Tensor) -> Tensor:
     length = flat.shape[1]
     short = min(length, _STRETCH)
     whole = length - length % short
-    parts = [flat[:, :whole].unflatten(1, (-1, short)).norm(dim=2).double()]
+    parts = [flat[:, :whole].view(len(flat), -1, short).norm(dim=2).double()]
     if whole < length:
         parts.append(flat[:, whole:].norm(dim=1, keepdim=True).double())
     joint = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -94,7 +94,9 @@ def _single_norm(flat: Tensor) -> Tensor:
 
 
 def _double_norm(flat: Tensor) -> Tensor:
-    parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in flat.split(cached(flat))]
+    parts = [
+        torch.linalg.vector_norm(part.double(), dim=1) for part in torch.split(flat, cached(flat))
+    ]
     norms: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     norms.mul_(above(flat.shape[1]))
     if flat.dtype is torch.float64 and flat.shape[1]:
@@ -130,8 +132,9 @@ def coarse(like: Tensor, convolved: bool = False) -> bool:
 def to_tf32(tensor: Tensor) -> Tensor:
     """Each float32 entry rounded to the nearest TF32 number, so that TF32 products are exact.
 
-    Numbers that are not finite stay so; the largest ones may round to infinity.
+    Numbers above 2^64, or that are not finite, become infinite, so that their examples are left
+    out: their factors would underflow.
     """
     bits = tensor.contiguous().view(torch.int32)
     rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-    return torch.where(tensor.isfinite(), rounded, tensor)
+    return torch.where(tensor.abs() < 2.0**64, rounded, torch.inf)

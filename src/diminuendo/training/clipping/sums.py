@@ -87,7 +87,9 @@ class Rows(Term):
         if step >= len(flat):
             return torch.mv(flat.double().t(), self.factors).view(self.rows.shape[1:])
         total = self.factors.new_zeros(flat.shape[1])
-        for part, factors in zip(flat.split(step), self.factors.split(step), strict=True):
+        for part, factors in zip(
+            torch.split(flat, step), torch.split(self.factors, step), strict=True
+        ):
             total.addmv_(part.double().t(), factors)
         return total.view(self.rows.shape[1:])
 
@@ -110,7 +112,7 @@ class Lookup(Term):
         width = self.tokens.shape[2]
         total = self.factors.new_zeros(self.rows, width)
         step = cached(self.tokens.flatten(1))
-        parts = [part.split(step) for part in (self.tokens, self.indices, self.factors)]
+        parts = [torch.split(part, step) for part in (self.tokens, self.indices, self.factors)]
         for tokens, indices, factors in zip(*parts, strict=True):
             scaled = tokens.double().mul_(spread(factors, tokens))
             total.index_add_(0, indices.reshape(-1), scaled.view(-1, width))
@@ -159,7 +161,9 @@ class Product(Term):
         padded[:count] = left
         padded[count] = 1.0 if self.weights is None else self.weights
         total = left.new_zeros(padded.shape[0], self.wide.shape[1])
-        parts = zip(padded.split(self.block, 1), self.wide.split(self.block), strict=True)
+        parts = zip(
+            torch.split(padded, self.block, 1), torch.split(self.wide, self.block), strict=True
+        )
         for part, wide in parts:
             total.addmm_(part, wide.double())
         self.column = total[count]
@@ -170,7 +174,9 @@ class Product(Term):
 
     def quick(self) -> Tensor:
         narrow, total = self._scaled(self.wide.dtype), None
-        for part, wide in zip(narrow.split(_QUICK), self.wide.split(_QUICK), strict=True):
+        for part, wide in zip(
+            torch.split(narrow, _QUICK), torch.split(self.wide, _QUICK), strict=True
+        ):
             product = torch.mm(part.t(), wide)
             total = product if total is None else total.double().add_(product)
         assert total is not None

@@ -332,7 +332,7 @@ class _Convolved(Term):
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Scaled gradients and inputs in float64, in blocks of examples."""
-        parts = [part.split(self.block) for part in (self.grads, self.x, self.factors)]
+        parts = [torch.split(part, self.block) for part in (self.grads, self.x, self.factors)]
         for grads, x, factors in zip(*parts, strict=True):
             yield grads.double().mul_(spread(factors, grads)), x.double()
 
