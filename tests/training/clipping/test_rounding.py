@@ -277,7 +277,7 @@ def test_sums_of_many_examples_are_as_close_as_they_claim(aligned: bool) -> None
     with Engine(model) as engine:
         result = engine.clipped_sum(model(x).sum(1), Flat(1e-3), certify=True)
         rough = engine.clipped_sum(model(x).sum(1), Flat(1e-3))
-        engine._precise = dict.fromkeys(range(4), 9)
+        engine._summation.precise = dict.fromkeys(range(4), 9)
         exact = engine.clipped_sum(model(x).sum(1), Flat(1e-3), certify=True)
     error = math.hypot(*((a - b).norm() for a, b in zip(result.sums, exact.sums, strict=True)))
     assert error <= ALLOWANCE * 1e-3
@@ -326,7 +326,7 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
         monkeypatch.setattr(owner, "quick", wrong)
         mended = run()
         assert made == [1]
-        assert engine._precise, "the next calls do not try the quick sum again"
+        assert engine._summation.precise, "the next calls do not try the quick sum again"
         run()
         assert made == [1, 1]
     error = math.hypot(*((a - b).norm() for a, b in zip(mended, good, strict=True)))
@@ -412,8 +412,9 @@ def test_what_a_certified_sum_needs() -> None:
         for wrong in ({"scale": 0.5}, {"share": 0.0}, {"share": 1.5}):
             with pytest.raises(EngineError, match="scale 1 and a share"):
                 engine.clipped_sum(model(x).sum(1), Flat(1.0), certify=True, **wrong)
-        with pytest.raises(EngineError, match="float64"):
-            engine.clipped_sum(model(x).sum(1), Flat(1.0), engine.zeros(), certify=True)
+        for narrow in (engine.zeros(), engine.zeros):
+            with pytest.raises(EngineError, match="float64"):
+                engine.clipped_sum(model(x).sum(1), Flat(1.0), narrow, certify=True)
         with pytest.raises(EngineError, match="micro-batches"):
             engine.clipped_sum(model(x).sum(1), Flat(1.0), certify=True, share=1e-12)
         buffers = engine.zeros(torch.float64)

@@ -24,12 +24,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.clipping.certified import Buffers, Located, Summation, check_request
 from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
@@ -50,15 +51,10 @@ from diminuendo.training.memory import keep_freed
 # so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
 _JOINED = 1 << 20
 _JOINED_CPU = 1 << 15
-# Calls for which a sum stays precise after its quick sum was too coarse.
-_CAUTION = 64
 # Keeps a factor that is rounded to float32 from growing.
 _DOWN = 1.0 - 2.0**-23
 # Entries kept for the sums up to which a GPU is taken to wait for the host.
 _LITTLE = 1 << 24
-
-Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-"""Where sums go; a function is called once the backward pass has let go of its memory."""
 
 
 @dataclass
@@ -96,7 +92,7 @@ class Engine:
         self._tape = Tape()
         self._installed: list[tuple[nn.Module, Any]] = []
         self._ones = torch.ones(0)
-        self._precise: dict[int, int] = {}  # calls left for which a slot is summed precisely
+        self._summation = Summation()
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
             raise EngineError("the model has no parameter with requires_grad=True to train")
@@ -193,7 +189,7 @@ class Engine:
         """
         self.check_losses(losses)
         if certify:
-            _check_certified(accumulate, scale, share)
+            check_request(accumulate, scale, share)
         elif accumulate is None and scale != 1.0:
             accumulate = self.zeros
         device = losses.device.type
@@ -275,9 +271,9 @@ class Engine:
             for group in groups:
                 group.purge(finite)
         terms = self._terms(live, groups, factors)
-        _check_reach(terms, len(norms), allowance)
-        parts = self._parts(terms, Certificate(clip.sensitivity, allowance, _longest(terms)))
+        parts = self._summation.parts(terms, len(norms), clip.sensitivity, allowance)
         sums = self.zeros(torch.float64) if accumulate is None else _made(accumulate)
+        check_request(sums)
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             total = sums[slot]
             total[rows].add_(part.view(total[rows].shape))
@@ -287,12 +283,12 @@ class Engine:
 
     def _terms(
         self, live: list[Piece], groups: list[_Group], factors: Sequence[Tensor]
-    ) -> list[_Located]:
+    ) -> list[Located]:
         """Everything that the sums consist of."""
-        terms: list[_Located] = []
+        terms: list[Located] = []
         users = Counter(self._slot[id(param)] for piece in live for param in piece.params)
         for group, row in zip(groups, factors, strict=True):
-            terms += [_Located(slot, WHOLE, part, row) for slot, part in group.terms(row)]
+            terms += [Located(slot, WHOLE, part, row) for slot, part in group.terms(row)]
         done = {term.slot for term in terms}
         for piece in live:
             for param in piece.params:
@@ -301,28 +297,8 @@ class Engine:
                     row = factors[self._layer_of[slot] if len(factors) > 1 else 0]
                     for rows, term in piece.terms(param, row):
                         part = term.of_shared(upcast(param.detach())) if users[slot] > 1 else term
-                        terms.append(_Located(slot, rows, part, row))
+                        terms.append(Located(slot, rows, part, row))
         return terms
-
-    def _parts(self, terms: list[_Located], certificate: Certificate) -> list[Tensor]:
-        """The sums of the terms: quick ones where the certificate allows, else precise ones."""
-        quick = [part.term.checked and part.slot not in self._precise for part in terms]
-        self._precise = {slot: left - 1 for slot, left in self._precise.items() if left > 1}
-        sums = []
-        for (_, _, term, row), fast in zip(terms, quick, strict=True):
-            sums.append(term.quick() if fast else term.precise())
-            if fast:
-                certificate.measure(term, sums[-1], row)
-            else:
-                certificate.count(term, row)
-        if not any(quick) or certificate.holds():
-            return sums
-        checked = [position for position, fast in enumerate(quick) if fast]
-        for position, excessive in zip(checked, certificate.excessive(), strict=True):
-            sums[position] = terms[position].term.precise()
-            if excessive:
-                self._precise[terms[position].slot] = _CAUTION
-        return sums
 
     def _may_sum_twice(self, live: list[Piece], losses: Tensor, accumulate: Buffers | None) -> bool:
         """Whether to sum before it is known that all norms are finite, and again if they are not.
@@ -622,43 +598,6 @@ def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:
     if coarse(like, convolved=True):
         rough += 1.01 * TF32
     return row_norm(total).add_(bulk, alpha=rough).maximum(bulk / cancelled(like))
-
-
-class _Located(NamedTuple):
-    """A term of the sum of the parameter at ``slot``: some of its rows, with the factors."""
-
-    slot: int
-    rows: slice
-    term: Term
-    factors: Tensor
-
-
-def _longest(terms: list[_Located]) -> int:
-    return max([part.term.probes() for part in terms if part.term.checked], default=0)
-
-
-def _check_reach(terms: list[_Located], examples: int, allowance: float) -> None:
-    """Raise where not even float64 is known to be close enough; looks at shapes alone."""
-    worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
-    if worst * examples > allowance / 2:
-        raise EngineError(
-            f"the rounding error of a sum over {examples} examples is not bounded by "
-            f"{allowance:.1e}; use smaller batches, or fewer micro-batches in one step"
-        )
-
-
-def _check_certified(accumulate: Buffers | None, scale: float, share: float) -> None:
-    if scale != 1.0 or not 0.0 < share <= 1.0:
-        raise EngineError(
-            f"a certified sum needs scale 1 and a share in (0, 1], got {scale} and {share}"
-        )
-    if accumulate is not None and not callable(accumulate):
-        narrow = next((total.dtype for total in accumulate if total.dtype != torch.float64), None)
-        if narrow is not None:
-            raise EngineError(
-                f"a certified sum needs buffers of float64, got {narrow}; use "
-                "engine.zeros(torch.float64)"
-            )
 
 
 def _made(buffers: Buffers) -> list[Tensor]:
