@@ -405,6 +405,36 @@ def test_tf32_as_a_gpu_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(layer, Twice) or not at_most(total, 1e-2 * 0.9)
 
 
+@pytest.mark.parametrize("layer", ["tokens", "convolution"])
+def test_a_cpu_that_may_multiply_in_bfloat16(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then norms by matrix products are float64 ones, and not any less than they were."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
+    make = nn.Linear(9, 8, bias=False) if layer == "tokens" else nn.Conv1d(3, 4, 2, bias=False)
+    model, x = Weighted(make), torch.randn(2, 3, 9)
+    weights = torch.randn(model.layer(x).shape)
+    found = []
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            assert rounding._reduced(x) == (precision == "medium")
+            with Engine(model) as engine:
+                found.append(engine.clipped_sum(model(x, weights), Flat(1.0)).norms)
+        finally:
+            torch.set_float32_matmul_precision(before)
+    # The layer's own forward pass plays no part: the gradients are the weights.
+    assert torch.allclose(*found, rtol=1e-4)
+    per_example = [
+        torch.autograd.grad(
+            (model.double().layer(row.double()[None]) * w.double()[None]).sum(),
+            list(model.parameters()),
+        )[0].norm()
+        for row, w in zip(x, weights, strict=True)
+    ]
+    assert (found[1] >= torch.stack(per_example)).all()
+
+
 def test_what_a_certified_sum_needs() -> None:
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3)

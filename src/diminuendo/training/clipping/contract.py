@@ -41,7 +41,7 @@ _BLOCK = 1 << 23
 # Lengths of the longest rows and columns of an example for which float32 has the range.
 _TAME = 2.0**-30, 2.0**50
 # Inner products with a larger relative error than this are taken in float64.
-_LOOSE = 2.0**-7
+LOOSE = 2.0**-7
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def shared_size(factors: list[Factor]) -> Size:
     cols = factors[0].cols
     floor = 1 / cancelled(cols)
     widths = [max(sizes) for sizes in zip(*[factor.widths for factor in factors], strict=True)]
-    if sum(gamma(width, unit(cols)) for width in widths) > _LOOSE:
+    if sum(gamma(width, unit(cols)) for width in widths) > LOOSE:
         factors = [factor.double() for factor in factors]
         cols = factors[0].cols
     rough, lost = unit(cols), smallest(cols)

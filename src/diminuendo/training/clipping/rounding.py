@@ -24,6 +24,7 @@ _CACHED, _PER_KERNEL = 1 << 17, 1 << 26
 # Entries whose squares may be added up in float32, and the norms for which that is safe.
 _STRETCH = 1024
 _TAME = 2.0**-40, 2.0**60
+_HALF = 2.0**-7
 _TENSOR_CORE = 2.0**-22  # they cut bits off a sum instead of rounding it
 
 
@@ -35,7 +36,26 @@ def cached(like: Tensor) -> int:
 
 def unit(like: Tensor) -> float:
     """Unit roundoff of one addition in a matrix product of this type."""
-    return _TENSOR_CORE if coarse(like) else _UNITS[like.dtype]
+    if coarse(like):
+        return _TENSOR_CORE
+    return _HALF if _reduced(like) else _UNITS[like.dtype]
+
+
+def _reduced(like: Tensor) -> bool:
+    """Whether a CPU may multiply float32 matrices with fewer bits (bfloat16, if asked to)."""
+    if like.is_cuda or like.dtype is not torch.float32:
+        return False
+    backends: Any = torch.backends
+    try:
+        chosen = [
+            backends.mkldnn.matmul.fp32_precision,
+            backends.mkldnn.fp32_precision,
+            backends.fp32_precision,
+        ]
+    except AttributeError:  # an older torch
+        return torch.get_float32_matmul_precision() != "highest"
+    decided = next((precision for precision in chosen if precision != "none"), "ieee")
+    return bool(decided != "ieee")
 
 
 def smallest(like: Tensor) -> float:

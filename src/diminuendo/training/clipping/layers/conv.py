@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import (
+    LOOSE,
     Factor,
     Size,
     gram_size,
@@ -220,11 +221,14 @@ class ConvPiece(Piece):
         parts = []
         for grads, x in self._blocks(self.weight.numel()):
             positions = grads.shape[2:].numel()
-            rows = self.formed(grads, x)
+            if gamma(positions + 2, unit(grads)) > LOOSE:
+                rows = self.formed(grads.double(), x.double())
+            else:
+                rows = self.formed(grads, x)
             terms = self._bulk(grads, x)
             norms = row_norm(rows).add_(terms, alpha=gamma(positions + 2, unit(rows)))
             norms.add_(3 * smallest(rows) * positions * math.sqrt(self.weight.numel()))
-            norms = torch.where(terms == 0, 0.0, norms.maximum(terms / cancelled(rows)))
+            norms = torch.where(terms == 0, 0.0, norms.maximum(terms / cancelled(x)))
             parts.append(Size(norms, terms))
         return joined(parts)
 
