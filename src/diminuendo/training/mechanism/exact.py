@@ -89,9 +89,8 @@ def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, byt
 def _on_cpu(total: Tensor, grid: Grid, key: bytes) -> tuple[list[int], list[float]]:
     """Coordinates that could not be decided, and what the sum was there; the others are done."""
     size = len(total)
-    block = _BLOCK * torch.get_num_threads()
-    pieces = max(1, -(-size // block))
-    block = -(-size // (8 * pieces)) * 8  # of equal size, so that none is left to one core
+    pieces = -(-size // (_BLOCK * torch.get_num_threads())) or 1
+    block = (size // (8 * pieces) + 1) * 8  # of equal size, so that none is left to one core
     room = _Room(block)
     undecided: list[int] = []
     sums: list[float] = []
