@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from diminuendo.training.mechanism import cipher
 from diminuendo.training.mechanism.exact import Grid, add_rounded_gaussian
 
 KEYS = (b"distribution of the noise, key 1", b"distribution of the noise, key 2")
@@ -105,3 +106,51 @@ def rank(rows: list[int]) -> int:
                 break
             row ^= leading[top]
     return len(leading)
+
+
+@pytest.mark.slow
+def test_a_thousand_million() -> None:
+    """10⁹ numbers in about 800 cells out to 5 deviations, and the tails beyond 5, 5.5, 5.77, 6, 6.5
+    and 7 by their counts: chi-square and Poisson, one in 10⁶ each."""
+    grid, size, rounds = Grid.of(1.0), 10_000_000, 100
+    reach = 16 * 1024
+    counts = np.zeros(2 * reach + 1, np.int64)
+    for i in range(rounds):
+        keys = (i.to_bytes(32, "little"), (i + rounds).to_bytes(32, "little"))
+        noisy = add_rounded_gaussian(torch.zeros(size, dtype=torch.float64), 1.0, keys)
+        steps = noisy.div_(grid.spacing).to(torch.int64).add_(reach)
+        counts += torch.bincount(steps, minlength=2 * reach + 1).numpy()
+    total = size * rounds
+    assert counts.sum() == total
+    upper = stats.norm.sf((np.arange(reach + 1) + 0.5) / grid.deviation)
+    below = np.concatenate([upper[reach:0:-1], 1 - upper])  # P(K ≤ k) for k = −reach … reach
+    edges = np.unique(np.round(np.linspace(-5, 5, 800) * grid.deviation).astype(int)) + reach
+    sums = np.concatenate([[0], np.cumsum(counts)[edges], [total]])
+    expected = np.concatenate([[0.0], below[edges], [1.0]]) * total
+    assert stats.chisquare(np.diff(sums), np.diff(expected)).pvalue > ALARM
+    for far in (5, 5.5, 5.77, 6, 6.5, 7):
+        k = math.floor(far * grid.deviation)
+        seen = counts[: reach - k].sum() + counts[reach + k + 1 :].sum()
+        mean = 2 * upper[k] * total
+        assert stats.poisson.cdf(seen, mean) > ALARM / 2, far
+        assert stats.poisson.sf(seen - 1, mean) > ALARM / 2, far
+
+
+@pytest.mark.slow
+def test_tails_given_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 numbers, all with a first word below 2³⁸: beyond 5.6 deviations, where every one is
+    decided by refinement; about 30 lie beyond 7. Kolmogorov and Smirnov, one in 10⁶."""
+    size, grid = 20_000, Grid.of(1.0)
+    made = cipher.keystream
+
+    def tail(key: bytes, size: int, *, first: int = 0, nonce: int = 0) -> np.ndarray:
+        words = made(key, size, first=first, nonce=nonce)
+        return words >> np.uint64(26) if key == KEYS[0] else words
+
+    monkeypatch.setattr(cipher, "keystream", tail)
+    z = -add_rounded_gaussian(torch.zeros(size, dtype=torch.float64), 1.0, KEYS).numpy()
+    assert (z > 7).sum() > 0
+    upper = (np.sort(z) / grid.spacing - 0.5) / grid.deviation
+    conditional = 1 - stats.norm.sf(upper) / 2.0**-26
+    gap = np.abs(np.searchsorted(np.sort(z), np.sort(z)) / size - conditional).max()
+    assert gap * math.sqrt(size) < stats.kstwobign.isf(ALARM)

@@ -133,7 +133,7 @@ def test_sums_at_the_edge_of_a_cell() -> None:
             near = float(tie * grid.spacing)
             sums.append(math.nextafter(near, math.inf if place % 2 else -math.inf))
     total = torch.tensor(sums, dtype=torch.float64)
-    undecided, _ = exact._on_cpu(total.clone(), grid, KEYS[0])
+    undecided, _ = exact.undecided_on_cpu(total.clone(), grid, KEYS[0])
     assert undecided == list(range(200))
     noisy = add_rounded_gaussian(total.clone(), 1.0, KEYS)
     expected = [by_definition(x, grid, place) for place, x in enumerate(sums)]

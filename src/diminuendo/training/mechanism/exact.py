@@ -78,7 +78,7 @@ def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, byt
             return total.copy_(add_rounded_gaussian(total.cpu(), noise_std, keys))
         undecided, sums = kernels.add_rounded_gaussian(total, grid, keys[0])
     else:
-        undecided, sums = _on_cpu(total, grid, keys[0])
+        undecided, sums = undecided_on_cpu(total, grid, keys[0])
     if undecided:
         settled = [settle(x, grid, keys, place) for place, x in zip(undecided, sums, strict=True)]
         where = torch.tensor(undecided, device=total.device)
@@ -86,7 +86,7 @@ def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, byt
     return total
 
 
-def _on_cpu(total: Tensor, grid: Grid, key: bytes) -> tuple[list[int], list[float]]:
+def undecided_on_cpu(total: Tensor, grid: Grid, key: bytes) -> tuple[list[int], list[float]]:
     """Coordinates that could not be decided, and what the sum was there; the others are done."""
     size = len(total)
     pieces = -(-size // (_BLOCK * torch.get_num_threads())) or 1
