@@ -69,7 +69,7 @@ def test_every_polynomial_is_as_near_as_the_proof_needs(octave: int) -> None:
     start = (octave - table.FIRST_OCTAVE) * table.CELLS
     for index in range(table.CELLS):
         bound = table.error_bound(octave, index, powers[:, start + index].tolist())
-        assert bound <= Fraction(table.ERROR) * Fraction(9, 10) / 2 + Fraction(1, 2**41)
+        assert bound <= Fraction(table.ERROR) * Fraction(11, 20)
 
 
 def test_the_table_is_the_one_that_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
