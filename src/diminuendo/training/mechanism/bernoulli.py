@@ -37,12 +37,10 @@ def _is_below(rest: Fraction, key: bytes, place: int) -> bool:
     """Whether the bits after the first 64 stay below what is left of the probability."""
     position = 0
     while rest:
-        words = cipher.keystream(
-            key, cipher.WORDS_PER_BLOCK, first=position, nonce=place + 1
-        ).tolist()
-        for word in words:
+        words = cipher.keystream(key, cipher.WORDS_PER_BLOCK, first=position, nonce=place + 1)
+        for word in words.tolist():
             bound, rest = divmod(rest * _WORD, 1)
             if word != bound:
-                return word < bound
+                return bool(word < bound)
         position += cipher.WORDS_PER_BLOCK
     return False  # equal to the last bit: not below

@@ -38,7 +38,7 @@ def keystream(key: bytes, size: int, *, first: int = 0, nonce: int = 0) -> NDArr
     start = struct.pack("<I", first // WORDS_PER_BLOCK) + nonce.to_bytes(12, "little")
     cipher = Cipher(algorithms.ChaCha20(key, start), mode=None).encryptor()
     words = np.empty(size, "<u8")
-    room = memoryview(words).cast("B")
+    room = words.data.cast("B")
     for at in range(0, len(room), len(_ZEROS)):
         part = room[at : at + len(_ZEROS)]
         cipher.update_into(_ZEROS[: len(part)] if len(part) < len(_ZEROS) else _ZEROS, part)

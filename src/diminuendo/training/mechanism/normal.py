@@ -53,13 +53,13 @@ def density(z: Fraction, digits: int) -> tuple[Fraction, Fraction]:
 @cache
 def _pi(digits: int) -> Decimal:
     """π by Machin's formula, 16·arctan(1/5) − 4·arctan(1/239), in whole numbers."""
-    one = 10 ** (digits + 10)
+    one: int = 10 ** (digits + 10)
 
     def arctan(inverse: int) -> int:
         power = total = one // inverse
         k = 1
         while power:
-            power //= -(inverse**2)
+            power //= -inverse * inverse
             k += 2
             total += power // k
         return total

@@ -30,8 +30,8 @@ FIRST_OCTAVE, LAST_OCTAVE = 38, 62
 """Octaves of |w| that have cells: 2³⁸ ≤ |w| < 2⁶³. Farther out 64 bits are too few to decide."""
 DEGREE = 3
 ERROR = 2.0**-37
-"""How far a computed value may be from Φ⁻¹(p), for any p that begins with the word's bits: 55% of it
-for `error_bound`, 10% for the bits that are not there yet, next to nothing for rounding."""
+"""How far a computed value may be from Φ⁻¹(p), for any p that begins with the word's bits: 55% of
+it for `error_bound`, 10% for the bits that are not there yet, next to nothing for rounding."""
 
 _FILE = Path(__file__).with_name("inverse_normal.npy")
 _DIGEST = "f060775ee56fd4af1d67e958a16bb5f6feccc5040b48a6e603506860d20f8b67"
@@ -43,7 +43,7 @@ def coefficients() -> NDArray[np.float64]:
 
     The position runs from 0 to 1 through the cell; the values are those of Φ⁻¹(p), p ≤ ½.
     """
-    table = np.load(_FILE)
+    table: NDArray[np.float64] = np.load(_FILE)
     if hashlib.sha256(table.tobytes()).hexdigest() != _DIGEST:
         raise DiminuendoError(
             f"{_FILE} is damaged: its digest is not that of the table that was proven. Install "
