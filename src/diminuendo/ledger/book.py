@@ -153,7 +153,7 @@ class Ledger:
         """The plan itself where it fits, or with every σ as much louder as it takes."""
         status = self.status(name)
         factor = louder_by(status, plan.events)
-        return plan if factor == 1 else plan.louder(factor)
+        return plan if factor == 1 else plan.with_noise_scaled(factor)
 
     def open_run(
         self,
