@@ -123,7 +123,7 @@ def test_a_thousand_million() -> None:
     total = size * rounds
     assert counts.sum() == total
     upper = stats.norm.sf((np.arange(reach + 1) + 0.5) / grid.deviation)
-    below = np.concatenate([upper[reach:0:-1], 1 - upper])  # P(K ≤ k) for k = −reach … reach
+    below = np.concatenate([upper[reach - 1 :: -1], 1 - upper])  # P(K ≤ k) for k = −reach … reach
     edges = np.unique(np.round(np.linspace(-5, 5, 800) * grid.deviation).astype(int)) + reach
     sums = np.concatenate([[0], np.cumsum(counts)[edges], [total]])
     expected = np.concatenate([[0.0], below[edges], [1.0]]) * total
