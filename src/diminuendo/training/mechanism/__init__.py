@@ -1,1 +1,5 @@
-"""What makes a sum private: keys, random words, exact noise, and the release of the result."""
+"""The mechanism of a step: Gaussian noise on the clipped sum, and a public divisor."""
+
+from diminuendo.training.mechanism.release import FastNoise, Mechanism, NoiseSource, NoisySum
+
+__all__ = ["FastNoise", "Mechanism", "NoiseSource", "NoisySum"]
