@@ -12,6 +12,7 @@ from torch import Tensor
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, refuse_mixing
 from diminuendo.training.progress import bar
 from diminuendo.training.signals import stop_signals
@@ -25,7 +26,8 @@ class Result:
     """How a run ended and what it spent.
 
     Holds nothing that was not paid for, except for `training_loss` where it was asked to be
-    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken.
+    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
+    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers.
     """
 
     status: Status
@@ -36,6 +38,7 @@ class Result:
     delta: float
     relation: str
     private: bool
+    noise: NoiseName
     lost: int = 0
     revealed: bool = False
     training_loss: float | None = None
@@ -123,6 +126,7 @@ class Run:
             private.spending.budget.delta,
             private.spending.budget.relation,
             private.private,
+            private.noise,
             private.lost,
             reveal,
             seen,

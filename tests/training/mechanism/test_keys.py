@@ -10,30 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_runs import in_a_fork
 
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.training.mechanism import keys as module
 from diminuendo.training.mechanism.keys import Keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-def in_a_fork(act: Callable[[], object]) -> str:
-    """What `act` gives in a forked process: its value, or the error's words."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = repr(act())
-        except DiminuendoError as error:
-            answer = f"refused: {error}"
-        os.write(write, answer.encode())
-        os._exit(0)  # nothing of pytest's may run in here
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(child, 0)
-    return answer
 
 
 def test_fresh_keys_are_32_bytes_and_never_the_same() -> None:

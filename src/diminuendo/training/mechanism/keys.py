@@ -68,6 +68,12 @@ class Keys:
         """Sample from now on as the rank does whose `shared` this is."""
         self._shared = shared
 
+    @property
+    def generators(self) -> bytes:
+        """The secret that PyTorch's generators are made of: `seeds.Seeds`."""
+        self._check_process()
+        return self._root
+
     def sampling(self, step: int) -> bytes:
         """The key of a step's sample: the same on every rank, as often as it is asked for."""
         self._check_process()

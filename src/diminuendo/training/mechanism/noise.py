@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from diminuendo.training.mechanism.exact import add_rounded_gaussian
 from diminuendo.training.mechanism.keys import Keys
+
+NoiseName = Literal["exact", "fast"]
+"""How noise is drawn: `ExactNoise` or `release.FastNoise`."""
 
 
 @dataclass(frozen=True)
