@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,11 @@ def test_reports_say_what_fast_noise_leaves_open() -> None:
 
 
 @pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
-def test_private_gradients_are_not_copied(act: object) -> None:
+def test_private_gradients_are_not_copied(act: Callable[[object], object]) -> None:
     """A copy would add the same noise to another sum."""
     private = PrivateGradients(PERCEPTRON.model(), PERCEPTRON.plan())
     with pytest.raises(DiminuendoError, match="neither copied nor written"):
-        act(private.seeds)
+        act(private)
 
 
 def test_no_step_gets_its_noise_twice() -> None:

@@ -38,10 +38,10 @@ class Result:
     delta: float
     relation: str
     private: bool
-    noise: NoiseName
     lost: int = 0
     revealed: bool = False
     training_loss: float | None = None
+    noise: NoiseName = "exact"
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -126,10 +126,10 @@ class Run:
             private.spending.budget.delta,
             private.spending.budget.relation,
             private.private,
-            private.noise,
             private.lost,
             reveal,
             seen,
+            private.noise,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:

@@ -94,7 +94,8 @@ class PrivateGradients:
     ) -> None:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
-        self.noise: NoiseName = _validate.choice("noise", noise, ["exact", "fast"])
+        _validate.choice("noise", noise, ["exact", "fast"])
+        self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
         self.model, self.plan, self.policy = model, plan, policy

@@ -214,7 +214,7 @@ def test_more_bits_are_taken_until_the_comparison_is_decided(
     for shift, expected in ((-1, True), (1, False)):
         bits = math.floor(low * 2**1088) + shift * 2**380
 
-        def fixed(key: bytes, size: int, *, first: int = 0, bits=bits, **_: int) -> object:
+        def fixed(key: bytes, size: int, *, first: int = 0, bits: int = bits, **_: int) -> object:
             whole = [(bits >> (1088 - 64 * (i + 1))) % 2**64 for i in range(17)]
             part = whole[:1] * size if key == KEYS[0] else whole[1 + first : 9 + first]
             return np.array(part, np.uint64)

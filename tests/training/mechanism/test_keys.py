@@ -13,7 +13,6 @@ import torch
 from small_runs import in_a_fork
 
 from diminuendo.errors import DiminuendoError, InputError
-from diminuendo.training.mechanism import keys as module
 from diminuendo.training.mechanism.keys import Keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -95,7 +94,7 @@ def test_a_fork_of_a_fork_is_refused_even_with_the_number_of_the_first(
     number = os.getpid()
 
     def act() -> object:
-        monkeypatch.setattr(module.os, "getpid", lambda: number)
+        monkeypatch.setattr(os, "getpid", lambda: number)
         return keys.noise(0)
 
     assert in_a_fork(act).startswith("refused")

@@ -4,12 +4,12 @@ Formal guarantee of `add_rounded_gaussian`: for every double x the result is a f
 
     K = ⌊x/g + s·Z + ½⌋,   Z = Φ⁻¹(U),   U = 0.b₁b₂b₃… in binary,
 
-with s·g not below `noise_std` and independent fair bits b. K/g is x plus an ideal Gaussian, rounded
+with s·g not below `noise_std` and independent fair bits b. K·g is x plus an ideal Gaussian, rounded
 to the grid of spacing g: a post-processing of the Gaussian mechanism on real numbers, to which
 the mechanism adds no error at all. docs/noise.md has the proof.
 
-Sixty-four bits and a cubic in double precision decide K for all but about one in ten million; for
-the others U is compared with Φ(boundary) in exact arithmetic.
+Sixty-four bits and a cubic in double precision decide K for all but about one in twenty million;
+for the others U is compared with Φ(boundary) in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, noise_std: float) -> Grid:
-        """The grid for a noise: `noise_std` is raised by one unit in the last place, so that the
-        rounding of a product σ·C that gave it does no harm."""
+        """The grid for a noise: `noise_std` is raised by 2⁻⁵⁰ of it, so that the roundings of the
+        products that gave it, σ·Δ, do no harm."""
         if not 2.0**-900 < noise_std < 2.0**900:
             raise InputError("between 2⁻⁹⁰⁰ and 2⁹⁰⁰", name="noise_std", value=noise_std)
-        noise_std = math.nextafter(noise_std, math.inf)
+        noise_std *= 1 + 2.0**-50
         spacing = math.ldexp(1.0, math.frexp(noise_std)[1] - 1) / GRID
         return cls(spacing, noise_std / spacing)
 
@@ -91,7 +91,7 @@ def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, byt
 def undecided_on_cpu(total: Tensor, grid: Grid, key: bytes) -> tuple[list[int], list[float]]:
     """Coordinates that could not be decided, and what the sum was there; the others are done."""
     size = len(total)
-    pieces = -(-size // (_BLOCK * torch.get_num_threads()))
+    pieces = max(1, round(size / (_BLOCK * torch.get_num_threads())))
     block = (size // (8 * pieces) + 1) * 8  # of equal size, so that none is left to one core
     room = _Room(block)
     undecided: list[int] = []

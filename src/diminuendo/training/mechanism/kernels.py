@@ -1,7 +1,7 @@
 """The cipher and the rounded Gaussian on a GPU, in one kernel: the numbers that a CPU makes.
 
 Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there. The
-sum is read and written once. Coordinates that double precision cannot decide, about one in ten
+sum is read and written once. Coordinates that double precision cannot decide, about one in twenty
 million, are handed back.
 """
 

@@ -1,8 +1,9 @@
 """From a clipped sum to a release: noise once among all ranks, then division by a public number.
 
-Formal guarantee, in real arithmetic: what `NoisySum.release` returns is (Σ + noise) / divisor, with
-Σ the sum of what was added on all ranks, and noise of standard deviation `noise_std` on every
-coordinate, drawn once, for this step alone.
+Formal guarantee: what `NoisySum.release` returns is (Σ + noise) / divisor, with Σ the sum of what
+was added on all ranks, and noise of standard deviation `noise_std` on every coordinate, drawn once,
+for this step alone. With `ExactNoise` it is a post-processing of Σ plus an ideal Gaussian, to the
+last bit; with `FastNoise` this holds in real arithmetic only.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class NoisySum:
             flat = self._mechanism.noise.add_noise(
                 flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
             )
-        return self._shaped(group.from_first(flat).div_(self.divisor).to(self._dtype))
+        return self._shaped(group.from_first(flat.div_(self.divisor).to(self._dtype)))
 
     @property
     def _dtype(self) -> torch.dtype:
