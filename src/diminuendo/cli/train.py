@@ -90,6 +90,12 @@ def train(
             help="Also show and write the mean loss of a batch, which the claim does not cover.",
         ),
     ] = False,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="exact (the default), or fast: then the claim is for real arithmetic only."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a PyTorch model by a plan; writes model, plan, events, result and report.
@@ -142,7 +148,7 @@ def train(
                 lr_scheduler=lr_scheduler,
                 clip=clip,
                 micro_batch=training.get("micro_batch"),
-                noise=training.get("noise", "exact"),
+                noise=noise or training.get("noise", "exact"),
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),
