@@ -2,7 +2,7 @@
 
 Needs Triton, which comes with PyTorch's CUDA builds; `available` says whether it is there. The
 sum is read and written once. Coordinates that double precision cannot decide, about one in twenty
-million, are handed back.
+million, are handed back: the host waits for their number.
 """
 
 from __future__ import annotations
@@ -183,53 +183,53 @@ if available:
 
 def add_rounded_gaussian(total: Tensor, grid: Grid, key: bytes) -> tuple[list[int], list[float]]:
     """Coordinates that could not be decided, and what the sum was there; the others are done."""
-    size, device = total.numel(), total.device
+    size = total.numel()
     if size > cipher.LARGEST:
         raise DiminuendoError(f"A step has {cipher.LARGEST} random words, and {size} are needed.")
     room = 1024 + size // 2**16
-    missed = torch.empty(room, dtype=torch.int64, device=device)
-    sums = torch.empty(room, dtype=torch.float64, device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    numbers = torch.tensor(
-        [grid.spacing, 1 / grid.spacing, grid.deviation, grid.limit], dtype=torch.float64
-    ).to(device, non_blocking=True)
-    programs = triton.cdiv(size, cipher.WORDS_PER_BLOCK * _BLOCKS)
-    _add[(programs,)](
-        total,
-        size,
-        numbers,
-        _on_device(key, device),
-        _powers(device),
-        missed,
-        sums,
-        count,
-        room,
-        CELLS=table.coefficients().shape[1],
-        FIRST=(1023 + table.FIRST_OCTAVE) * table.CELLS,
-        FRACTION_BITS=52 - table.CELL_BITS,
-        BLOCKS=_BLOCKS,
-    )
-    found = int(count.item())
+    # One buffer to clear, for a count, places and sums; one to send, for numbers and the key.
+    handed_back = torch.zeros(1 + 2 * room, dtype=torch.int64, device=total.device)
+    sums = handed_back[1 + room :].view(torch.float64)
+    numbers = np.array([grid.spacing, 1 / grid.spacing, grid.deviation, grid.limit]).tobytes()
+    sent = _sent(numbers + key, total.device)
+    with torch.cuda.device_of(total):
+        _add[(triton.cdiv(size, cipher.WORDS_PER_BLOCK * _BLOCKS),)](
+            total,
+            size,
+            sent.view(torch.float64),
+            sent.view(torch.int32)[8:],
+            _powers(total.device),
+            handed_back[1:],
+            sums,
+            handed_back,
+            room,
+            CELLS=table.coefficients().shape[1],
+            FIRST=(1023 + table.FIRST_OCTAVE) * table.CELLS,
+            FRACTION_BITS=52 - table.CELL_BITS,
+            BLOCKS=_BLOCKS,
+        )
+    found = int(handed_back[0].item())
     if found > room:
         raise DiminuendoError(
             "The sum of clipped gradients is not finite, or the GPU's arithmetic is not to be "
             "relied on: nothing is released."
         )
-    order = missed[:found].argsort()
-    return missed[:found][order].tolist(), sums[:found][order].tolist()
+    places = handed_back[1 : 1 + found]
+    order = places.argsort()
+    return places[order].tolist(), sums[:found][order].tolist()
 
 
 def keystream(key: bytes, size: int, device: torch.device | str) -> Tensor:
     """`size` words, a multiple of 1024, of the stream that `cipher.keystream` makes, as int64."""
     out = torch.empty(size, dtype=torch.int64, device=device)
     programs = size // (cipher.WORDS_PER_BLOCK * _BLOCKS)
-    _store_words[(programs,)](out, _on_device(key, out.device), BLOCKS=_BLOCKS)
+    with torch.cuda.device_of(out):
+        _store_words[(programs,)](out, _sent(key, out.device).view(torch.int32), BLOCKS=_BLOCKS)
     return out
 
 
-def _on_device(key: bytes, device: torch.device) -> Tensor:
-    words = torch.from_numpy(np.frombuffer(key, "<i4").astype(np.int32))
-    return words.to(device, non_blocking=True)
+def _sent(content: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.int64).to(device, non_blocking=True)
 
 
 @cache
