@@ -171,21 +171,8 @@ class Checkpoint:
 
 def write_tensors(path: Path, content: Any) -> None:
     """`torch.save`, whole or not at all, and on disk when it returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as handle:
-            torch.save(content, handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-        _files.sync_folder(path.parent)
-    except OSError as error:
-        raise InputError(
-            "a file that can be written",
-            name="the output",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
+    with _files.writing(path) as handle:
+        torch.save(content, handle)
 
 
 def _lock(folder: Path) -> int:

@@ -4,23 +4,25 @@
     losses = loss_fn(model(x), y)                # one loss per example, shape (N,)
     result = engine.clipped_sum(losses, Flat(1.0))
 
-The engine replaces the ``forward`` of the layers with trainable parameters by one that does the
-same computation with detached parameters and remembers the input. ``clipped_sum`` then runs one
-backward pass to the layers' outputs (no weight gradients), gets every example's squared norm
-layer by layer, turns the norms into factors c_i and contracts once per layer:
-``sum_i c_i g_i``.
+The engine replaces the ``forward`` of the layers it has code for by one that does the same
+computation with detached parameters and remembers the input; every other use of a trainable
+parameter is watched operation by operation. ``clipped_sum`` then runs one backward pass to the
+layers' outputs (no weight gradients), gets every example's squared norm layer by layer, turns the
+norms into factors c_i and contracts once per layer: ``sum_i c_i g_i``.
 
-Assumptions that cannot be checked cheaply: the first dimension of every tensor a layer sees is
-the example, and no operation mixes examples (a loss or an operation across the batch makes the
-result meaningless for privacy). A tensor outside the model that requires gradients, such as an
-input, gets its ``.grad`` as in any backward pass; the parameters' ``.grad`` is left alone.
+That each row of a gradient belongs to one example is tested by a probe at the first use of a
+shape; see :mod:`~diminuendo.training.clipping.probe` for what it can and cannot see. A tensor
+outside the model that requires gradients, such as an input, gets its ``.grad`` as in any backward
+pass; the parameters' ``.grad`` is left alone.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import MethodType, TracebackType
@@ -32,8 +34,12 @@ from torch import Tensor, nn
 from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.lift import MetPiece, returned
+from diminuendo.training.clipping.marks import Made
+from diminuendo.training.clipping.probe import Sketch, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows
+from diminuendo.training.clipping.watch import Root, Watch, routed
 from diminuendo.training.memory import keep_freed
 
 # Per-example gradients with at most this many entries are joined with those of other parameters,
@@ -72,16 +78,20 @@ class Engine:
 
     ``eval_mode`` says what to do when ``clipped_sum`` is called while the model is in eval
     mode: ``"ignore"``, ``"warn"`` or ``"raise"``. Which parameters are trainable is read once,
-    here; attach a new engine after freezing or unfreezing.
+    here; attach a new engine after freezing or unfreezing. With ``probing=False`` the engine calls
+    :meth:`probe` only when told to: for computations that release nothing, on a model that was
+    probed before.
     """
 
-    def __init__(self, model: nn.Module, eval_mode: str = "ignore") -> None:
+    def __init__(self, model: nn.Module, eval_mode: str = "ignore", probing: bool = True) -> None:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.model = model
-        self.eval_mode = eval_mode
+        self.eval_mode, self.probing = eval_mode, probing
         self._tape = Tape()
+        self._probed: weakref.ref[Tensor] | None = None
+        self._uses: Counter[Hashable] = Counter()
         self._installed: list[tuple[nn.Module, Any]] = []
         self._ones = torch.ones(0)
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -97,7 +107,7 @@ class Engine:
         self._slot = {id(param): slot for slot, param in enumerate(self.parameters)}
         self.layers: list[tuple[str, ...]] = []
         self._layer_of: list[int] = [-1] * len(named)
-        plan = []
+        plan, seen = [], set()
         for path, module in model.named_modules():
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:
@@ -108,20 +118,30 @@ class Engine:
                 del module.__dict__["forward"]
             if _inside_parametrization(path):
                 continue
+            owned = owned_parameters(module)
             forward = forward_for(module, self._tape, path)
             if forward is not None:
-                plan.append((module, forward))
+                plan.append((module, routed(module, forward, self._tape) if owned else forward))
+                seen.update(map(id, owned.values()))
+            if owned:
                 self._group(module)
         if {torch.float32, torch.float64} <= {param.dtype for _, param in named}:
             raise EngineError(
                 "the model has trainable parameters of float32 and of float64; convert it to one "
                 "of them: model.float() or model.double()"
             )
+        self._tape.names = {id(param): name for name, param in named}
+        self._sizes = {size for param in self.parameters for size in param.shape}
+        made = {id(param): Made({id(param): param}) for param in self.parameters}
+        self._root = Root(self._tape, Watch(self._tape, made), len(seen) < len(self.parameters))
         for module, forward in plan:
-            self._installed.append((module, module.__dict__.get("forward")))
-            patched = _outside_graphs(forward)
-            patched.engine_holder = module  # type: ignore[attr-defined]
-            object.__setattr__(module, "forward", MethodType(patched, module))
+            self._install(module, _outside_graphs(forward))
+        self._install(model, self._root.around(model))
+
+    def _install(self, module: nn.Module, forward: Any) -> None:
+        self._installed.append((module, module.__dict__.get("forward")))
+        forward.engine_holder = module
+        object.__setattr__(module, "forward", MethodType(forward, module))
 
     def _group(self, module: nn.Module) -> None:
         own = [self._slot[id(param)] for param in owned_parameters(module).values()]
@@ -133,7 +153,7 @@ class Engine:
 
     def close(self) -> None:
         """Detach from the model: every layer gets its own forward back."""
-        for module, previous in self._installed:
+        for module, previous in reversed(self._installed):
             if previous is None:
                 module.__dict__.pop("forward", None)
             else:
@@ -284,25 +304,73 @@ class Engine:
             if self.eval_mode == "raise":
                 raise EngineError(message)
             warnings.warn(message, stacklevel=3)
+        self._probe_if_due(losses)
+
+    def _probe_if_due(self, losses: Tensor) -> None:
+        """Probe at the 1st, 2nd, 4th, 8th, ... use of a shape of the batch.
+
+        Batches of other sizes have the same shape, unless the size is that of something else.
+        """
+        examples = losses.shape[0]
+        if (
+            not self.probing
+            or examples < 2
+            or (self._probed is not None and self._probed() is losses)
+        ):
+            return
+        key = (self._root.shape, examples if examples in self._sizes else None)
+        self._uses[key] += 1
+        uses = self._uses[key]
+        if uses & (uses - 1) == 0:
+            self.probe(losses)
+        self._probed = weakref.ref(losses)
+
+    def probe(self, losses: Tensor) -> None:
+        """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
+
+        Takes two backward passes, and leaves the graph of ``losses`` as it was. ``clipped_sum``
+        and ``check_losses`` call it where it is due.
+        """
+        dtypes = {param.dtype for param in self.parameters}
+        if torch.is_autocast_enabled(losses.device.type):
+            dtypes.add(torch.get_autocast_dtype(losses.device.type))
+        lowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+
+        def run(weights: Tensor, sketch: Sketch) -> None:
+            self._run_backward(losses, weights, sketch.arrive, keep=True)
+            sketch.finish()
+
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            self._sizes |= probe(run, losses, lowest)
 
     def _backward(self, norms: _Norms, losses: Tensor) -> None:
         """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""
+        self._run_backward(losses, self._ones_like(losses), norms.arrive, keep=False)
+
+    def _run_backward(
+        self, losses: Tensor, weights: Tensor, arrive: Callable[[Piece], None], keep: bool
+    ) -> None:
+        arrived: list[Piece] = []
+
+        def note(piece: Piece) -> None:
+            arrived.append(piece)
+            arrive(piece)
+
         params = self.parameters
         stash = [param.grad for param in params]
         for param, grad in zip(params, stash, strict=True):
             if grad is not None:
                 param.grad = None
-        self._tape.arrive = norms.arrive
         try:
-            _backward(losses, self._ones_like(losses))
+            with self._tape.running(note), self._root.again(losses.shape[0]):
+                _backward(losses, weights, keep)
             reached = [param.grad is not None for param in params]
         finally:
-            self._tape.arrive = None
             for param, grad in zip(params, stash, strict=True):
                 if grad is not None or param.grad is not None:
                     param.grad = grad
         if any(reached):
-            self._refuse_direct_use(self.names[reached.index(True)], bool(norms.live))
+            self._refuse_direct_use(self.names[reached.index(True)], bool(arrived))
 
     def _ones_like(self, losses: Tensor) -> Tensor:
         """Ones, made anew only if the last ones do not fit or somebody wrote on them."""
@@ -323,10 +391,11 @@ class Engine:
                 "forward pass needs its own clipped_sum"
             )
         raise EngineError(
-            f"parameter '{name}' reaches the loss outside the forward of the module that "
-            "owns it (for example F.linear(h, embedding.weight) or a penalty on weights), "
-            "where its per-example gradient cannot be seen; call a module instead (to tie "
-            "weights: head = nn.Linear(..., bias=False); head.weight = embedding.weight)"
+            f"parameter '{name}' reaches the loss outside the model's forward (for example as a "
+            "penalty on weights, or in a part of the model that is called on its own), or through "
+            "a function that PyTorch does not let be watched (a torch.autograd.Function or a "
+            "compiled one), where its per-example gradient cannot be seen; do it within the "
+            "model's forward, with PyTorch's own operations"
         )
 
     def _factors(
@@ -342,11 +411,11 @@ class Engine:
         return norms, clip.factors(stacked).unbind(0)
 
 
-def _backward(losses: Tensor, ones: Tensor) -> None:
+def _backward(losses: Tensor, weights: Tensor, keep: bool) -> None:
     """``torch.autograd.backward`` without its checks of shapes, which take a tenth of a small
-    step: nothing is kept, nothing is differentiated twice, every leaf is served."""
+    step: the graph may be kept, nothing is differentiated twice, every leaf is served."""
     autograd = torch.autograd.Variable._execution_engine
-    autograd.run_backward((losses,), (ones,), False, False, (), True, True)
+    autograd.run_backward((losses,), (weights,), keep, False, (), True, True)
 
 
 def _unless_all_finite(norms: Tensor) -> Tensor | None:
@@ -449,6 +518,10 @@ class _Norms:
         for piece in self.live:
             if not piece.processed:
                 self._process(piece)
+        back = returned([p for p in self.live if isinstance(p, MetPiece)], self.examples)
+        if back is not None:
+            self.live.append(back)
+        for piece in self.live:
             for param in piece.params:
                 users[self.slot[id(param)]].append(piece)
         for piece in self.live:
@@ -465,13 +538,7 @@ class _Norms:
         return reports
 
     def _process(self, piece: Piece) -> None:
-        if piece.examples != self.examples:
-            raise EngineError(
-                f"the input of '{piece.path}' has first dimension {piece.examples}, but there "
-                f"are {self.examples} losses; the first dimension of everything must be "
-                "the example: keep shapes like (N, tokens, features) instead of folding "
-                "tokens into the batch, and give one loss per example"
-            )
+        piece.check_examples(self.examples)
         piece.check()
         piece.receive(piece.arrived)
         piece.arrived, piece.processed = [], True

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` (batch first), written with linear maps that the engine can see.
+"""``nn.MultiheadAttention``, seen batch first, written with linear maps that the engine can see.
 
 The input projections are linear maps on the query, key and value; the output projection is the
 module's own ``out_proj``, a Linear like any other. For self-attention the three input
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import row_norm
-from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.layers.linear import LinearPiece, linear
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
 
@@ -96,20 +96,9 @@ def _tokens(block: LinearPiece) -> int:
     return block.inputs.numel() // (block.examples * block.inputs.shape[-1])
 
 
-def check(module: nn.MultiheadAttention, path: str) -> None:
-    """Refuse the variants that are not handled."""
-    if not module.batch_first:
-        raise UnsupportedModule(
-            path,
-            "MultiheadAttention",
-            "replace",
-            "it has batch_first=False, so its first dimension is not the example; build it (or "
-            "the Transformer layer around it) with batch_first=True",
-        )
-    if module.bias_k is not None or module.bias_v is not None:
-        raise UnsupportedModule(
-            path, "MultiheadAttention", "not yet", "add_bias_kv=True; build it without"
-        )
+def handled(module: nn.MultiheadAttention) -> bool:
+    """Whether this is a variant that is written out here."""
+    return module.bias_k is None and module.bias_v is None
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:

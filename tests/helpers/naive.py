@@ -30,7 +30,7 @@ def reference(
     grads: Sequence[Tensor], clip: Clip, layers: list[list[int]]
 ) -> tuple[Tensor, list[Tensor]]:
     """Norms and clipped sums from per-example gradients; written out from the definitions."""
-    squares = [g.flatten(1).square().sum(1) for g in grads]
+    squares = [g.reshape(len(g), -1).square().sum(1) for g in grads]
     norms = torch.stack(squares).sum(0).sqrt()
     finite = norms.isfinite()
     result: list[Tensor] = [torch.empty(0)] * len(grads)
@@ -68,7 +68,8 @@ def batch_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         out = out[0]
     flat = out.flatten(1)
     weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    return (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    losses: Tensor = (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    return losses
 
 
 def close(actual: Tensor, expected: Tensor, tol: float, what: str, floor: float = 1e-30) -> None:
@@ -88,7 +89,9 @@ def compare(
 ) -> None:
     """Engine against reference, for every kind of clipping."""
     grads = per_example(copy.deepcopy(model), batch, loss)
-    median = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    median = (
+        torch.stack([g.reshape(len(g), -1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    )
     bound = max(float(median), 1e-3)
     with Engine(model) as engine:
         slots = layer_slots(engine)
