@@ -108,12 +108,12 @@ def plan(
             remedy=f"At most {MOST_STEPS:,} steps are planned.",
         )
     q = loss.influence(T)
-    sigmas = scheduled_sigmas(schedule, q, budget, rate, fall)
     uniform = scheduled_sigmas("uniform", np.ones(uniform_T), budget, rate)
+    same_length = uniform if uniform_T == T else scheduled_sigmas("uniform", q, budget, rate)
+    sigmas = scheduled_sigmas(schedule, q, budget, rate, fall, uniform=same_length)
     common, own = (rate, 1.0) if isinstance(rate, float) else (1.0, rate)
     per_noise = loss.factor * level * budget.R / common**2
     noise = float(np.sum(q * (sigmas / own) ** 2))
-    same_length = uniform if uniform_T == T else scheduled_sigmas("uniform", q, budget, rate)
     result = Plan(
         budget=budget,
         steps=T,

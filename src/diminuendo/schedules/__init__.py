@@ -14,10 +14,13 @@ from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian
 from diminuendo.schedules import shapes
 from diminuendo.schedules.pricing import Price, priced
+from diminuendo.schedules.subsampled import Kinds, least_noise
 
 __all__ = [
+    "Kinds",
     "Price",
     "gain_over_uniform",
+    "least_noise",
     "onto_budget",
     "optimal",
     "optimal_shape",
