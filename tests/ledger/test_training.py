@@ -20,8 +20,8 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo import Budget, BudgetRefused, InputError, Ledger
-from diminuendo.ledger import LedgerSpending, identify, verify
-from diminuendo.training import PrivateGradients, Released, fit
+from diminuendo.ledger import identify, verify
+from diminuendo.training import Checkpoints, PrivateGradients, Released, fit
 
 N, STEPS = 30, 24
 BUDGET = Budget(epsilon=4, delta=1e-5)
@@ -41,6 +41,8 @@ def data() -> tuple[Any, Any]:
 def train(url: str, made: dim.Plan, **options: Any) -> Any:
     loss = nn.CrossEntropyLoss(reduction="none")
     settings = {"loss": loss, "lr": 0.5, "progress": False, "budget": "b", **options}
+    if "every" in settings:
+        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
     return fit(nn.Linear(4, 3), data(), made, ledger=url, **settings)
 
 
@@ -142,7 +144,7 @@ def test_your_own_loop(ledger: Ledger) -> None:
     model, made = nn.Linear(4, 3), plan()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = nn.CrossEntropyLoss(reduction="none")
-    with LedgerSpending(ledger, "b", made) as spending:
+    with ledger.pay("b", made, data=data()) as spending:
         private = PrivateGradients(model, made, spending=spending)
         for x, y in private.batches(data()):
             private.backward(loss(model(x), y))
@@ -158,7 +160,7 @@ SCRIPT = """
     warnings.simplefilter("ignore")
     sys.path.insert(0, {here!r})
     from test_training import plan, train
-    result = train({url!r}, plan(), folder={folder!r}, checkpoint_every=5,
+    result = train({url!r}, plan(), folder={folder!r}, every=5,
                    after_step=lambda step, private: time.sleep(0.02))
     print(result.status, result.steps)
 """

@@ -7,8 +7,8 @@ of them cost together is for the caller to add up.
 
 Not covered, and charged to nobody: a search's scores. They are computed without noise on held-out
 rows, which are private too, and so is the choice that they make. Score on public data (`cv` with a
-predefined split of it), or charge the scores yourself (`diminuendo.experiments.charged`). The data
-are not compared with the budget's: a fold is a part of them.
+predefined split of it), or charge the scores yourself (`diminuendo.tuning.tune_on_private`). The
+data are not compared with the budget's: a fold is a part of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _extras, _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.planning import plan
-from diminuendo.training import fit
+
+_NEEDED = {"extra": "torch,experiments", "purpose": "The scikit-learn adapter"}
+with _extras.needed("torch", **_NEEDED), _extras.needed("sklearn", **_NEEDED):
+    import torch
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.validation import check_is_fitted, validate_data
+    from torch import nn
+
+    from diminuendo.training import fit
 
 
 class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]

@@ -1,10 +1,8 @@
-"""Options that several commands share, and how they print."""
+"""Options that several commands share, and how commands print."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, cast
 
 import typer
@@ -13,22 +11,42 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diminuendo import _validate
+from diminuendo import _extras, _validate
+from diminuendo._progress import working
 from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
 from diminuendo.errors import InputError
 
-Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the target.")]
-Delta = Annotated[float, typer.Option("--delta", help="δ of the target, well below 1/examples.")]
+Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the privacy budget.")]
+Delta = Annotated[
+    float, typer.Option("--delta", help="δ of the privacy budget, well below 1/examples.")
+]
 RelationName = Annotated[
-    str, typer.Option("--relation", help="Neighbouring data: add-remove or replace-one.")
+    str, typer.Option("--relation", help="Which data are neighbours: add-remove or replace-one.")
 ]
 ConversionName = Annotated[
-    str, typer.Option("--conversion", help="exact, zcdp (the paper's) or zcdp-tight.")
+    str,
+    typer.Option(
+        "--conversion", help="From (ε, δ) to noise: exact, zcdp (the paper's) or zcdp-tight."
+    ),
 ]
+__all__ = [
+    "AsJson",
+    "ConversionName",
+    "Delta",
+    "Epsilon",
+    "RelationName",
+    "make_budget",
+    "need_torch",
+    "print_json",
+    "print_table",
+    "working",
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def make_budget(epsilon: float, delta: float, relation: str, conversion: str) -> Budget:
+    """The budget that these options describe."""
     return Budget(
         epsilon=epsilon,
         delta=delta,
@@ -38,15 +56,11 @@ def make_budget(epsilon: float, delta: float, relation: str, conversion: str) ->
 
 
 def need_torch(device: str | None) -> None:
-    """Experiments run on PyTorch, on a device that is there: ask before anything is read."""
-    if importlib.util.find_spec("torch") is None:
-        raise InputError(
-            "installed", name="torch", value=None, remedy="pip install 'diminuendo[all]'."
-        )
+    """Check, before anything is read, that PyTorch and the device are there."""
+    with _extras.needed("torch", extra="all", purpose="This command"):
+        import torch
     if device is None:
         return
-    import torch
-
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -59,6 +73,7 @@ def need_torch(device: str | None) -> None:
 
 
 def print_json(data: dict[str, Any]) -> None:
+    """Print one JSON object on one line of stdout."""
     print(json.dumps(data, ensure_ascii=False))
 
 
@@ -77,9 +92,3 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_row(*map(Text, row))
     needed = Console(width=1000).measure(table).maximum
     Console(width=max(Console().width, needed)).print(table)
-
-
-def working(what: str) -> AbstractContextManager[object]:
-    """A spinner on stderr while something takes its time; nothing where nobody watches."""
-    console = Console(stderr=True)
-    return console.status(f"{what} …") if console.is_terminal else nullcontext()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sqlalchemy import Connection, Row, Select, select
 
@@ -27,9 +27,11 @@ from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import address, process, rows, schema
+from diminuendo.ledger.identity import Progress, identify, silent
 from diminuendo.ledger.records import Record, canonical, pack
 from diminuendo.ledger.room import NoRoom, affordable, louder_by, refund_of, refusal
 from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED, Head, Run, Status
+from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.store import Change, Store
 from diminuendo.ledger.terms import Terms, text
 from diminuendo.planning import Plan
@@ -154,6 +156,31 @@ class Ledger:
         status = self.status(name)
         factor = louder_by(status, plan.events)
         return plan if factor == 1 else plan.with_noise_scaled(factor)
+
+    def pay(
+        self,
+        name: str,
+        plan: Plan | None = None,
+        *,
+        data: Any = None,
+        label: str = "",
+        ahead: int | Literal["plan"] = "plan",
+        progress: Progress = silent,
+    ) -> LedgerSpending:
+        """A spending that asks this budget before every step, for `fit` or `PrivateGradients`.
+
+        Charges nothing yet: the run opens when training begins.
+
+        plan      whose steps will be asked for, in order; without one, any steps, one by one
+        data      the run's data, or the files that they came from: refused where they are not the
+                  budget's. They are read only where the budget is tied to data
+        ahead     with a plan: "plan" charges all of it at the start, a number that many steps at a
+                  time
+        progress  told how many bytes of the data have been read, and of how many
+        """
+        compared = data is not None and self.status(name).terms.data is not None
+        identity = identify(data, progress=progress) if compared else None
+        return LedgerSpending(self, name, plan, ahead=ahead, data=identity, label=label)
 
     def open_run(
         self,

@@ -12,26 +12,28 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from diminuendo import _validate, events
-from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.errors import BudgetRefused, InputError, UsageError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger.book import Ledger
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
+
+if TYPE_CHECKING:
+    from diminuendo.ledger.book import Ledger
 
 _SHARE = 0.005
 _LONGEST_BLOCK = 4096
 
 
 class LedgerSpending(Spending):
-    """Ask a ledger before every step. Use as a context, or call `begin` and `end`.
+    """Ask a ledger before every step; made by `Ledger.pay`.
 
-        with LedgerSpending(ledger, "patients", plan) as spending:
+        with ledger.pay("patients", plan) as spending:
             private = PrivateGradients(model, plan, spending=spending)
 
     plan    whose steps will be asked for, in order; without one, any steps, one by one
@@ -39,6 +41,8 @@ class LedgerSpending(Spending):
     block   how many steps are started at a time; as many as the clock says unless given
     data    the identity of the data (`identify`), checked against the budget's
     """
+
+    durable = True
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class LedgerSpending(Spending):
                 value=plan.budget.relation,
             )
         super().__init__(terms.budget if plan is None else plan.budget)
+        self.adaptive = plan is None
         self.ledger, self.name, self.run = ledger, name, ""
         self.runs: list[str] = []
         """All runs that have paid: an interrupted one goes on in another."""
@@ -74,9 +79,45 @@ class LedgerSpending(Spending):
 
     @property
     def plan(self) -> Plan | None:
+        """The plan whose steps are asked for in order, or None where any step may be."""
         return None if self._order is None else self._order.plan
 
+    def resume(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        seen: int | None = None,
+        events: Iterable[GaussianStep] = (),
+    ) -> int:
+        """Open a run, or go on with the one of a saved state; returns how many steps are spent.
+
+        A journal's word (`seen`) is taken for a run that nobody else had since the state was
+        saved; otherwise every step that the ledger has as started may have been released. In the
+        process that has the run open already, and without a state, this changes nothing.
+        """
+        with self._lock:
+            if state is not None:
+                self._refuse_used()
+                self.close("resumed from a saved state")
+                self._restore(state)
+            if state is not None or self._over or self._process != os.getpid():
+                self._begin()
+            if self._alone and seen is not None:
+                self._unknown = min(self._unknown, max(seen, self.steps))
+            self._charge_lost(events, self._unknown)
+            return self.steps
+
     def begin(self) -> None:
+        """Deprecated: `resume()`."""
+        _deprecated("begin", "resume")
+        self.resume()
+
+    def end(self, reason: str = "done") -> None:
+        """Deprecated: `close(reason)`."""
+        _deprecated("end", "close")
+        self.close(reason)
+
+    def _begin(self) -> None:
         """Open the run, or go on with the one of a restored state; grant the plan if asked so."""
         self._process, self._over, self._in_doubt = os.getpid(), False, False
         if self.run and self.plan is not None and self.steps == self.plan.steps:
@@ -91,7 +132,7 @@ class LedgerSpending(Spending):
             if self.plan is not None and self._ahead == "plan":
                 self._grant(self.plan.steps, start=False)
         except BudgetRefused:
-            self.end("refused")
+            self.close("refused")
             raise
 
     def _reattach(self) -> bool:
@@ -136,25 +177,26 @@ class LedgerSpending(Spending):
         return paid if before.turn == self._turn else min(paid, self.steps)
 
     def fits(self, event: GaussianStep) -> bool:
+        """Whether the event is the plan's next and is granted already, or would be now."""
         if self._over or (self._order is not None and not self._order.fits(event)):
             return False
         granted = self._order is not None and self.steps + event.count <= self._granted_upto
         return granted or self.ledger.fits(self.name, [event])
 
     def request(self, event: GaussianStep) -> None:
+        """Charge the event durably, or raise BudgetRefused and change nothing."""
         with self._lock:
             super().request(event)
 
     def _charge(self, event: GaussianStep) -> None:
-        self._check_hands()
+        self._refuse_others()
         if self._order is not None:
-            self._order.check(event)
+            self._order._charge(event)
         if self.steps < self._unknown:
-            raise InputError(
-                f"past step {self._unknown}",
-                name="the next step",
-                value=self.steps + 1,
-                remedy="Steps up to there may have been released before the crash: skip them.",
+            raise UsageError(
+                f"Steps {self.steps + 1} to {self._unknown} of the run {self.run} may have been "
+                "released before it was resumed, and cannot be taken again. Give resume() the "
+                "events of these steps, so that they are counted as spent."
             )
         if self._in_doubt:
             self._look_again()
@@ -167,27 +209,31 @@ class LedgerSpending(Spending):
         elif upto > self._started:
             self._start(max(upto, min(self.steps + self._length(), self._granted_upto)))
 
-    def _check_hands(self) -> None:
+    def _refuse_others(self) -> None:
         """A run ends once, and is one process's: a fork would release the same steps again."""
         if self._over:
-            raise InputError(
-                "open", name="the run", value="ended", remedy="What it had left was returned."
+            raise UsageError(
+                f"The run {self.run} has ended, and what it had left was returned. "
+                "resume() goes on in another run."
             )
         if not self._process:
-            self.begin()
+            self._begin()
         if self._process != os.getpid():
-            raise InputError(
-                f"asked by the process that began it ({self._process})",
-                name="the run",
-                value=os.getpid(),
-                remedy="Begin another in this process.",
+            raise UsageError(
+                f"The run {self.run} belongs to process {self._process}, which began it, and this "
+                f"is process {os.getpid()}. Begin a run of its own here: ledger.pay(…)."
             )
 
     def _look_again(self) -> None:
         """After an answer that was lost: what was granted all the same."""
         run = self.ledger.run(self.run)
-        if run.status != "open" or run.turn != self._turn:
-            raise InputError("in our hands", name=f"the run {self.run}", value=run.status)
+        if run.status != "open":
+            raise UsageError(f"The run {self.run} is {run.status}: nothing more can be charged.")
+        if run.turn != self._turn:
+            raise UsageError(
+                f"The run {self.run} now belongs to another process ({run.opened['pid']} on host "
+                f"{run.opened['host']}). Go on there, or begin a run of its own here."
+            )
         self._granted_upto, self._started = self._first + run.granted, self._first + run.started
         self._in_doubt = False
 
@@ -197,17 +243,17 @@ class LedgerSpending(Spending):
         self._granted_upto -= steps
         self._started -= steps
 
-    def skip(self, event: GaussianStep) -> None:
-        """Count a step that was started before a crash: it is charged, and not taken again."""
+    def _charge_one_lost(self, event: GaussianStep) -> None:
+        """A step that was started before a crash is charged already."""
         if self.steps + event.count > self._started:
             self.request(event)
         else:
-            self.note(event)
+            self._record(event)
 
-    def note(self, event: GaussianStep) -> None:
-        super().note(event)
+    def _record(self, event: GaussianStep) -> None:
+        super()._record(event)
         if self._order is not None:
-            self._order.note(event)
+            self._order._record(event)
 
     def _grant_next(self, upto: int) -> None:
         """At least up to there; and some ahead, as many as there is room for."""
@@ -263,7 +309,7 @@ class LedgerSpending(Spending):
         wanted = math.ceil(self._took / (_SHARE * max(each, 1e-9)))
         return min(max(wanted, 1), _LONGEST_BLOCK)
 
-    def end(self, reason: str = "done") -> None:
+    def close(self, reason: str = "done") -> None:
         """A clean end: what was granted and not asked for goes back. A fork ends nothing."""
         with self._lock:
             if self._process != os.getpid() or self._over:
@@ -274,13 +320,8 @@ class LedgerSpending(Spending):
                 used = min(max(self.steps, self._unknown), self._started) - self._first
                 self.ledger.close_run(self.run, used=used, reason=reason, turn=self._turn)
 
-    def epsilon(self) -> float:
-        """Of a plan's steps, their own; of steps chosen on the way, what the filter guarantees."""
-        if self.plan is not None:
-            return super().epsilon()
-        return self.budget.epsilon if self.steps else 0.0
-
     def state(self) -> dict[str, Any]:
+        """What `resume` needs later, as JSON: what was granted, and in which runs."""
         return {
             **super().state(),
             "run": self.run,
@@ -289,22 +330,16 @@ class LedgerSpending(Spending):
             "turn": self._turn,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """What a saved run had been granted. `begin` goes on with it where it is still open."""
-        if self.steps:
-            raise InputError("restored before the first request", name="spending", value=self.steps)
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """What a saved run had been granted; the ledger has charged it."""
+        self._refuse_used()
         for data in state["granted"]:
-            self.note(events.from_dict(data))
+            self._record(events.from_dict(data))
         self.run, self.runs = str(state.get("run", "")), list(state.get("runs", ()))
         self._first, self._turn = int(state.get("first", 0)), int(state.get("turn", 0))
 
-    def not_released_from(self, step: int) -> int:
-        """Believed of a run that nobody else had since; otherwise the ledger knows better."""
-        if self._alone:
-            self._unknown = min(self._unknown, max(step, self.steps))
-        return max(self._unknown, self.steps)
-
     def cite(self) -> dict[str, Any]:
+        """The ledger, budget and runs that paid, and the chain's head as it is now."""
         head = self.ledger.head
         return {
             "ledger": head.ledger,
@@ -316,24 +351,17 @@ class LedgerSpending(Spending):
             "head": head.digest,
         }
 
-    def __enter__(self) -> Self:
-        self.begin()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end("done" if kind is None else kind.__name__)
+def _deprecated(old: str, new: str) -> None:
+    message = f"LedgerSpending.{old} is now {new}, and will go with the next version."
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _after(granted: Sequence[GaussianStep], step: int) -> list[GaussianStep]:
     """What was granted from a step on."""
-    found, at = [], 0
+    later, at = [], 0
     for event in granted:
         at += event.count
         if at > step:
-            found.append(replace(event, count=min(event.count, at - step)))
-    return found
+            later.append(replace(event, count=min(event.count, at - step)))
+    return later

@@ -79,10 +79,12 @@ def text(value: object) -> Html:
 
 
 def paragraph(*parts: object) -> Html:
+    """The parts, one after the other, as one paragraph."""
     return Html(f"<p>{''.join(text(part) for part in parts)}</p>")
 
 
 def strong(value: object) -> Html:
+    """Bold text."""
     return Html(f"<strong>{text(value)}</strong>")
 
 
@@ -97,6 +99,7 @@ def preformatted(value: object) -> Html:
 
 
 def bullets(items: Iterable[object]) -> Html:
+    """A list with a bullet before each item."""
     return Html("<ul>" + "".join(f"<li>{text(item)}</li>" for item in items) + "</ul>")
 
 
@@ -145,15 +148,7 @@ def figure(picture: str | Path, caption: str, *, described: str = "") -> Html:
         return Html(f"<figure>{_inline(drawn, label)}{words}</figure>")
     if path.suffix.lower() != ".png":
         raise InputError("SVG text, or an .svg or .png file", name="the picture", value=str(path))
-    try:
-        data = base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise InputError(
-            "a file that can be read",
-            name="the picture",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
+    data = base64.b64encode(_files.read_bytes(path, name="the picture")).decode()
     image = f'<img alt="{label}" src="data:image/png;base64,{data}">'
     return Html(f"<figure>{image}{words}</figure>")
 
