@@ -338,7 +338,7 @@ def convolved_delta(sigmas: Vector, rate: float, eps: float) -> float:
     [
         (np.geomspace(0.6, 3, 98), 1.3e-4),
         (np.geomspace(0.5, 5, 98), 3e-4),
-        (np.linspace(0.5, 1, 98), 1e-3),
+        (np.linspace(0.45, 1, 98), 3e-4),
     ],
 )
 def test_many_sigmas_at_a_tiny_rate(sigmas, delta):

@@ -1,7 +1,7 @@
 """From (ε, δ) and what is publicly known to a plan: the number of steps and the noise of each.
 
-`planner` decides, `noise` finds the noise multipliers, `value` is the result, `schema` writes and
-reads it as JSON, `text` puts it into words.
+`planner` decides, `noise` finds the noise multipliers, `joint` the learning rates, `gain` what the
+schedule is worth; `value` is the result, `schema` writes and reads it, `text` puts it into words.
 """
 
 from diminuendo.planning.noise import SCHEDULES, optimal_sigmas
