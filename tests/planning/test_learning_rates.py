@@ -188,6 +188,7 @@ def test_plans_of_version_one_are_read_and_keep_their_digest() -> None:
             **{name: getattr(plan, name) for name in plan.__dataclass_fields__},
             "gain": None,
             "gain_error": None,
+            "forgetting": None,
         }
     )
     data = json.loads(old.to_json())

@@ -4,9 +4,20 @@
 schedule is worth; `value` is the result, `schema` writes and reads it, `text` puts it into words.
 """
 
+from diminuendo.planning.mismatch import Mismatch, mismatch
 from diminuendo.planning.noise import SCHEDULES, optimal_sigmas
 from diminuendo.planning.planner import plan
 from diminuendo.planning.schema import SCHEMA
 from diminuendo.planning.value import MOST_STEPS, Plan, PlanWarning
 
-__all__ = ["MOST_STEPS", "SCHEDULES", "SCHEMA", "Plan", "PlanWarning", "optimal_sigmas", "plan"]
+__all__ = [
+    "MOST_STEPS",
+    "SCHEDULES",
+    "SCHEMA",
+    "Mismatch",
+    "Plan",
+    "PlanWarning",
+    "mismatch",
+    "optimal_sigmas",
+    "plan",
+]

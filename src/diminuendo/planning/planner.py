@@ -17,6 +17,7 @@ from diminuendo.influence.learning_rates import LearningRates
 from diminuendo.planning import text
 from diminuendo.planning.gain import expected_gain
 from diminuendo.planning.joint import joint_learning_rates
+from diminuendo.planning.mismatch import forgetting
 from diminuendo.planning.noise import Schedule, scheduled_sigmas
 from diminuendo.planning.value import (
     MOST_STEPS,
@@ -177,6 +178,7 @@ def plan(
         lr=rates,
         gain=gain.gain,
         gain_error=gain.error,
+        forgetting=forgetting(q, rates),
     )
     _warn(result, T if lr is not None else best, bound_wanted=fixed is None)
     return result

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "diminuendo.plan"
 VERSION = 2
-ADDED_IN_2 = ("lr", "gain", "gain_error")
+ADDED_IN_2 = ("lr", "gain", "gain_error", "forgetting")
 """A plan without any of these is written as version 1, and keeps the digest that it had there."""
 
 

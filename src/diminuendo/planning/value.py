@@ -50,6 +50,7 @@ class Plan:
     gain             by how much less final excess loss is expected than with uniform noise at the
                      same learning rates, as a share of the larger of that loss and the initial one
     gain_error       what `gain` may be off by, in the same unit (see `planning.gain`)
+    forgetting       by how much ln(q_t/η_t²) falls with a unit of learning rate in later steps
 
     Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
     sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
@@ -76,6 +77,7 @@ class Plan:
     lr: Vector | None = None
     gain: float | None = None
     gain_error: float | None = None
+    forgetting: float | None = None
 
     def __post_init__(self) -> None:
         sigmas = _validate.vector("sigmas", self.sigmas)
@@ -97,7 +99,7 @@ class Plan:
                 raise InputError(
                     f"steps ({self.steps})", name="the length of lr", value=int(rates.size)
                 )
-        for name in ("gain", "gain_error"):
+        for name in ("gain", "gain_error", "forgetting"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _validate.real(name, getattr(self, name)))
         object.__setattr__(self, "sampling_rate", one_or_each(self.sampling_rate, self.steps))
