@@ -245,3 +245,25 @@ def test_bad_input(change: dict[str, Any], said: str) -> None:
         warnings.simplefilter("error")
         with pytest.raises(dim.InputError, match=said):
             dim.plan(BUDGET, **LARGE, **change)
+
+
+class Measured:
+    """What `influence.spectrum_of` returns, without torch."""
+
+    def __init__(self, private: bool) -> None:
+        self.eigenvalues = np.array([-0.1, 0.5, 2.0])
+        self.weights = np.array([0.2, 0.5, 0.3])
+        self.private = private
+
+
+def test_a_measured_spectrum_brings_its_weights() -> None:
+    measured, paid = Measured(private=True), Measured(private=False)
+    plan = dim.plan(BUDGET, **LARGE, spectrum=measured, steps=10)
+    q = influence.spectrum([0.0, 0.5, 2.0], weights=[0.2, 0.5, 0.3], steps=10)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R))
+    joint = dim.plan(BUDGET, **LARGE, spectrum=measured, steps=10, lr="joint")
+    assert joint.lr is not None
+    assert joint.lr.max() <= 1 + 1e-12
+    assert not any("NOT PRIVATE" in sentence for sentence in joint.assumptions)
+    unpaid = dim.plan(BUDGET, **LARGE, spectrum=paid, steps=10)
+    assert any("NOT PRIVATE" in sentence for sentence in unpaid.assumptions)

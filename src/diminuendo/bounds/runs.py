@@ -83,7 +83,7 @@ def under_learning_rates(
     assert isinstance(loss, Quadratic)
     largest = float(loss.eigenvalues.max())
     rates = learning_rates(lr, steps, limit=_limit(2 / largest, max_lr))
-    found = response(loss.eigenvalues, rates)
+    found = response(loss.eigenvalues, rates, weights=loss.weights)
     moving = loss.eigenvalues > 0
     return Run(
         rates,
@@ -105,10 +105,12 @@ def joint_problem(loss: Landscape, alpha: float, *, max_lr: float | None = None)
     if isinstance(loss, Quadratic):
         largest = float(loss.eigenvalues.max())
         scaled = loss.eigenvalues / largest
+        weights = np.ones_like(scaled) if loss.weights is None else loss.weights
+        costs = scaled * weights / weights.sum()
         return JointProblem(
             scaled,
-            scaled / scaled.size,
-            scaled / scaled.sum(),
+            costs,
+            costs / costs.sum(),
             alpha,
             limit=2.0 if max_lr is None else _limit(2.0, max_lr) * largest,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,6 +28,20 @@ from diminuendo.planning.value import (
 )
 
 
+class MeasuredSpectrum(Protocol):
+    """Eigenvalues of a Hessian and the share of directions that each stands for."""
+
+    @property
+    def eigenvalues(self) -> Vector:
+        """λ_i; negative ones count as zero."""
+        ...
+
+    @property
+    def weights(self) -> Vector:
+        """Shares of directions, positive."""
+        ...
+
+
 def plan(
     budget: Budget | tuple[float, float],
     *,
@@ -37,7 +51,7 @@ def plan(
     steps: int | Literal["auto"] = "auto",
     kappa: float | None = None,
     gamma: float | None = None,
-    spectrum: ArrayLike | None = None,
+    spectrum: ArrayLike | MeasuredSpectrum | None = None,
     influence: ArrayLike | None = None,
     momentum: float | None = None,
     step_size: float = 1.0,
@@ -61,8 +75,8 @@ def plan(
                     the bound
     kappa, gamma, spectrum, influence
                     what is known about the loss, at most one of them: the condition number κ ≥ 1,
-                    the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues, or a
-                    measured influence curve q_1…q_T
+                    the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues (or what
+                    `influence.spectrum_of` measured), or a measured influence curve q_1…q_T
     momentum        β in (0, 1), where training uses the bias-corrected average
     step_size       the learning rate in units of 1/M, in (0, 1]
     smoothness, gap public guesses of M and f(θ₁) − f*, one unless stated
@@ -121,7 +135,7 @@ def plan(
         steps=fixed,
     )
     level, level_sentence = _noise_level(
-        budget, examples, parameters, clip, smoothness, gap, alpha, spectrum
+        budget, examples, parameters, clip, smoothness, gap, alpha, loss
     )
     best, best_uniform = loss.best_steps(level)
     T, uniform_T = (best, best_uniform) if fixed is None else (fixed, fixed)
@@ -215,7 +229,7 @@ def _noise_level(
     smoothness: float | None,
     gap: float,
     alpha: float | None,
-    spectrum: ArrayLike | None,
+    loss: landscape.Landscape,
 ) -> tuple[float, str]:
     """α, and a sentence about what had to be assumed for it."""
     if alpha is not None:
@@ -227,16 +241,17 @@ def _noise_level(
             value=None,
             remedy="It is the number of trained parameters.",
         )
-    largest = float(np.max(np.asarray(spectrum, dtype=np.float64))) if spectrum is not None else 1.0
+    measured = isinstance(loss, landscape.Quadratic)
+    largest = float(loss.eigenvalues.max()) if isinstance(loss, landscape.Quadratic) else 1.0
     M = largest if smoothness is None else smoothness
-    if spectrum is not None and largest > M:
+    if measured and largest > M:
         raise InputError(f"at least max(spectrum) = {largest:g}", name="smoothness", value=M)
     level = noise_level(
         parameters=parameters, clip=clip, smoothness=M, examples=examples, R=budget.R, gap=gap
     )
     source = (
         "from the spectrum"
-        if spectrum is not None and smoothness is None
+        if measured and smoothness is None
         else ("a public guess" if smoothness is None else "given")
     )
     return level, (
