@@ -248,7 +248,7 @@ class PrivateGradients:
 
     @property
     def _certified(self) -> bool:
-        """Whether rounding errors of the sums are bounded and counted: all but fast noise asks it."""
+        """Whether rounding errors of the sums are bounded and counted."""
         return not isinstance(self.mechanism.noise, FastNoise)
 
     @property
