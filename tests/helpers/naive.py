@@ -107,4 +107,8 @@ def compare(
             for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
                 close(actual, expected, tol, f"{clip}: {name}", max(floor, 1e-30))
             assert int(result.nonfinite) == int((~norms.isfinite()).sum())
+            certified = engine.clipped_sum(loss(model, batch), clip, certify=True)
+            for name, actual, expected in zip(engine.names, certified.sums, sums, strict=True):
+                assert actual.dtype == torch.float64
+                close(actual, expected, tol, f"{clip}: {name}, certified", max(floor, 1e-30))
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -18,6 +18,7 @@ from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
 from diminuendo.training.distributed import Group, for_all_ranks
 from diminuendo.training.guard import check_scheduler
+from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
@@ -42,6 +43,7 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     lr: float | None = None,
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    strict: bool = False,
     clip: ClipRule | None = None,
     spending: Spending | None = None,
     ledger: str | Path | Payer | None = None,
@@ -62,6 +64,10 @@ def fit(
 
     loss          gives one loss per example: reduction="none"
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
+    lr            the learning rate of that; where the plan has learning rates, their unit
+    lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
+                  differs from what the noise was planned for is warned about before anything is
+                  spent; strict=True refuses it
     clip          the plan's norm, flat, unless given (customary name: max grad norm)
     spending      who pays: `ledger.pay("patients", plan, data=…)`, say; the plan's own budget, and
                   nobody's ledger, unless given
@@ -127,7 +133,11 @@ def fit(
             beta=plan.momentum or 0.0,
         )
         private.guard.check_optimizer(steps_by)
-        check_scheduler(lr_scheduler, steps_by)
+        scheduler = lr_scheduler
+        if policy is None:
+            scheduler = follow_plan(steps_by, plan, lr_scheduler, strict=strict)
+        else:
+            check_scheduler(lr_scheduler, steps_by)
         if checkpoints is not None and journal is not None:
             identity = Identity.of(
                 model, plan.digest, plan.examples, private.seeds.fixed, private.noise
@@ -135,7 +145,7 @@ def fit(
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
-        run = Run(private, steps_by, lr_scheduler, checkpoint, every)
+        run = Run(private, steps_by, scheduler, checkpoint, every)
         run.resume()
         try:
             result = run.train(

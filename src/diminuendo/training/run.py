@@ -12,6 +12,7 @@ from torch import Tensor
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, refuse_mixing
 from diminuendo.training.progress import bar
@@ -73,6 +74,8 @@ class Run:
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
         self._private.load_state_dict(state)
+        if isinstance(self._lr_scheduler, PlannedRates):
+            self._lr_scheduler.catch_up(self._private.step)
         _set_generators(self._private, state["generators"])
 
     def train(

@@ -26,7 +26,6 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
-from diminuendo.training.clipping.contract import TF32, coarse
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
@@ -214,7 +213,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,

@@ -70,10 +70,17 @@ def outcome_probability(mu: Vector, rate: Vector, bounds: Range) -> Vector:
     return np.asarray((ndtr(low) + ndtr(-high) + rate * ndtr(mu - high)) * (1.0 + 1e-12))
 
 
+def unamplified(eps: float, rate: Vector) -> Vector:
+    """log(1 + (e^eps - 1)/rate) without overflow: the Gaussian loss behind a subsampled one."""
+    if eps > 30.0:
+        return np.asarray(eps - np.log(rate) + np.log1p((rate - 1.0) * np.exp(-eps)))
+    return np.asarray(np.log1p(np.expm1(eps) / rate))
+
+
 def split_range(mu: Vector, rate: Vector, bounds: Range, level: float) -> tuple[Range, Range]:
     """Divide a range at the outcome whose loss is ``level`` (the same loss for all nodes)."""
     low, high = bounds
-    y = np.log1p(np.expm1(min(level, 700.0)) / rate)
+    y = unamplified(level, rate)
     middle = np.clip(y / mu + 0.5 * mu, low, high)
     return (low, middle), (middle, high)
 
