@@ -17,11 +17,14 @@ from torch import Tensor, nn
 import diminuendo as dim
 from diminuendo.errors import DiminuendoError
 from diminuendo.training import Checkpoints, Result, fit
-from diminuendo.training.mechanism import ExactNoise, FastNoise
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.mechanism import ExactNoise, FastNoise, NoiseSource
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.seeds import Seeds
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-5)
+ROUNDING = 1 + 2 * ALLOWANCE
+"""What the sensitivity is multiplied by for the rounding of certified sums."""
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -78,8 +81,10 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def noisy(total: Tensor, std: float, seed: int, step: int = 0, noise: str = "exact") -> Tensor:
-    """A sum with the noise that a seeded run adds to it in a step."""
-    source = ExactNoise(Keys.make(seed)) if noise == "exact" else FastNoise(Seeds.make(seed))
+    """A sum with the noise that a seeded run adds to it in a step; `std` is σ × the clip norm."""
+    source: NoiseSource = FastNoise(Seeds.make(seed))
+    if noise == "exact":
+        source, std = ExactNoise(Keys.make(seed)), std * ROUNDING
     return source.add_noise(total.double().clone(), noise_std=std, sensitivity=std, step=step)
 
 

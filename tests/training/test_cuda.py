@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LOSS, gradient, weights
+from small_runs import LOSS, ROUNDING, gradient, weights
 from torch import nn
 
 import diminuendo as dim
@@ -53,7 +53,7 @@ def clipped_sum(x: torch.Tensor, y: torch.Tensor, clip: float = 0.7) -> torch.Te
 
 
 def noisy(total: torch.Tensor, std: float, seed: int, step: int = 0) -> torch.Tensor:
-    source = ExactNoise(Keys.make(seed))
+    source, std = ExactNoise(Keys.make(seed)), std * ROUNDING
     return source.add_noise(total.clone(), noise_std=std, sensitivity=std, step=step)
 
 
@@ -104,7 +104,7 @@ def test_noise_has_its_deviation_and_is_fresh() -> None:
         private = PrivateGradients(model, plan)
         assert private.private
         private.backward((model(torch.zeros(N, 299).cuda()) * 0).sum(1))
-        seen.append(gradient(model) * N / (plan.sigmas[0] * 0.7))
+        seen.append(gradient(model) * N / (plan.sigmas[0] * 0.7 * ROUNDING))
         private.engine.close()
     assert not torch.equal(seen[0], seen[1])
     for values in seen:

@@ -26,6 +26,7 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
@@ -136,6 +137,15 @@ class PrivateGradients:
         return self.seeds.private
 
     @property
+    def rounding_delta(self) -> float:
+        """What is to be added to δ for the steps that are over: the largest probability that a
+        rounding error exceeded its bound unnoticed (docs/rounding.md). 0 with fast noise, whose
+        claim is for real arithmetic."""
+        if not self.mechanism.certified:
+            return 0.0
+        return 2 * FAILURE * self.step * self.sampler.most_calls
+
+    @property
     def divisor(self) -> float:
         """The examples, or this step's expected batch: public, never the size that was drawn."""
         return self.plan.examples * self.sampler.rate(self.step)
@@ -200,7 +210,14 @@ class PrivateGradients:
         clip, total = self._open
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(losses, clip, into, total.scale)
+            self.engine.clipped_sum(
+                losses,
+                clip,
+                into,
+                total.scale,
+                certify=self.mechanism.certified,
+                share=1 / part.calls,
+            )
         if part.last:
             self._release(total)
             self._open = None
@@ -213,7 +230,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self.mechanism.certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -272,7 +289,7 @@ class PrivateGradients:
         """A full batch that `batches` did not draw."""
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
-        return Part(self.step, first=True, last=True, size=len(losses))
+        return Part(self.step, first=True, last=True, size=len(losses), calls=1)
 
     # Stopping and going on
 
