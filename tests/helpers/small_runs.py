@@ -23,8 +23,6 @@ from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.seeds import Seeds
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-5)
-ROUNDING = 1 + 2 * ALLOWANCE
-"""What the sensitivity is multiplied by for the rounding of certified sums."""
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -80,11 +78,15 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+COUNTED = 1 + 2 * ALLOWANCE
+"""Sensitivity with exact noise, in units of the clip's."""
+
+
 def noisy(total: Tensor, std: float, seed: int, step: int = 0, noise: str = "exact") -> Tensor:
-    """A sum with the noise that a seeded run adds to it in a step; `std` is σ × the clip norm."""
+    """A sum with the noise that a seeded run adds to it in a step, whose rounding errors count."""
     source: NoiseSource = FastNoise(Seeds.make(seed))
     if noise == "exact":
-        source, std = ExactNoise(Keys.make(seed)), std * ROUNDING
+        source, std = ExactNoise(Keys.make(seed)), std * COUNTED
     return source.add_noise(total.double().clone(), noise_std=std, sensitivity=std, step=step)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LINEAR, LOSS, PERCEPTRON, ROUNDING, gradient, run, weights
+from small_runs import COUNTED, LINEAR, LOSS, PERCEPTRON, gradient, run, weights
 from torch import Tensor
 
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.report import run as run_report
+from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients
 from diminuendo.training.mechanism import ExactNoise, NoiseName, NoiseSource, NoisySum
 from diminuendo.training.mechanism.exact import Grid
@@ -115,18 +116,18 @@ def test_reports_say_what_fast_noise_leaves_open() -> None:
     assert tones[1] > tones[0]
 
 
-@pytest.mark.parametrize(("micro_batch", "calls"), [(None, 1), (7, 5)])
+@pytest.mark.parametrize(("micro_batch", "calls"), [(None, 2), (7, 6)])
 def test_what_rounding_may_cost_is_added_to_delta(micro_batch: int | None, calls: int) -> None:
     """By a public number: as many micro-batches as the whole dataset makes."""
     plan = LINEAR.plan(steps=3, sampling_rate=0.5)
     result = run(LINEAR.model(), plan, micro_batch=micro_batch)
-    assert result.rounding_delta == 2 * 2.0**-50 * 3 * calls
-    facts = run_report.facts(plan, asdict(result))
-    assert " + 5.3" in run_report.claim(facts) or " + 2.6" in run_report.claim(facts)
-    assert run(LINEAR.model(), plan, noise="fast").rounding_delta == 0
+    assert result.delta_added == 2 * 2.0**-50 * 3 * calls
+    claim = run_report.claim(run_report.facts(plan, asdict(result)))
+    assert f"1e-05 + {rounded_up(result.delta_added)})" in claim
+    assert run(LINEAR.model(), plan, noise="fast").delta_added == 0
 
 
-@pytest.mark.parametrize(("noise", "factor"), [("exact", ROUNDING), ("fast", 1.0)])
+@pytest.mark.parametrize(("noise", "factor"), [("exact", COUNTED), ("fast", 1.0)])
 def test_exact_noise_counts_the_rounding_of_sums(noise: NoiseName, factor: float) -> None:
     model, (x, y) = LINEAR.model(), LINEAR.data()
     private = PrivateGradients(model, LINEAR.plan(), noise=noise)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import BUDGET, LOSS, PERCEPTRON, ROUNDING, gradient, noisy
+from small_runs import BUDGET, LOSS, PERCEPTRON, gradient, noisy
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -59,7 +59,7 @@ def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
         model.zero_grad()
     count = seen[0].numel()
     for t, values in enumerate(seen):
-        expected = 2.0 * ROUNDING * plan.sigmas[t] / N
+        expected = 2.0 * plan.sigmas[t] / N
         assert float(values.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * count))
         assert abs(float(values.mean())) < 5 * expected / math.sqrt(count)
     correlation = torch.corrcoef(torch.stack(seen))[0, 1]

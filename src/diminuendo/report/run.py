@@ -46,7 +46,7 @@ def claim(run: Mapping[str, Any]) -> str:
 
 def _delta(run: Mapping[str, Any]) -> str:
     """δ, and what is added to it for sums whose rounding error may not have been noticed."""
-    added = run.get("rounding_delta")
+    added = run.get("delta_added")
     return f"{run['delta']:g} + {rounded_up(added)}" if added else f"{run['delta']:g}"
 
 

@@ -7,7 +7,6 @@ accountant accounts.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -175,14 +174,14 @@ def _emptied(batch: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """A micro-batch: of which step (0, 1, …), its place in the logical batch, its size, and how
-    many there are at most in that batch, over all ranks."""
+    """A micro-batch: of which step (0, 1, …), its place in the logical batch, and its size."""
 
     step: int
     first: bool
     last: bool
     size: int
-    calls: int
+    parts: int = 1
+    """Of how many micro-batches the logical batch consists on this rank."""
 
 
 class Sampler:
@@ -201,17 +200,6 @@ class Sampler:
     def rate(self, step: int) -> float:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
         return self._rates[min(step, len(self._rates) - 1)]
-
-    @property
-    def most_calls(self) -> int:
-        """Most micro-batches of a step, over all ranks: a public number."""
-        return self._calls(self._plan.examples)
-
-    def _calls(self, drawn: int) -> int:
-        """Most micro-batches, over all ranks, of a batch that was drawn."""
-        world = self._group.world
-        largest = math.ceil(drawn / world)
-        return world * max(1, math.ceil(largest / (self.micro_batch or largest or 1)))
 
     def check(self, source: Source) -> None:
         """Raise where the dataset is not of the plan's size."""
@@ -250,9 +238,8 @@ class Sampler:
         while last is None or step < last:
             drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
             pieces = _chunks(self._group.share(drawn), self.micro_batch)
-            calls = self._calls(len(drawn))
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), calls))
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces)))
                 yield piece
             step += 1
 

@@ -12,6 +12,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,15 +138,6 @@ class PrivateGradients:
         return self.seeds.private
 
     @property
-    def rounding_delta(self) -> float:
-        """What is to be added to δ for the steps that are over: the largest probability that a
-        rounding error exceeded its bound unnoticed (docs/rounding.md). 0 with fast noise, whose
-        claim is for real arithmetic."""
-        if not self.mechanism.certified:
-            return 0.0
-        return 2 * FAILURE * self.step * self.sampler.most_calls
-
-    @property
     def divisor(self) -> float:
         """The examples, or this step's expected batch: public, never the size that was drawn."""
         return self.plan.examples * self.sampler.rate(self.step)
@@ -197,9 +189,10 @@ class PrivateGradients:
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        self.begin()
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
+        self.engine.probe_if_due(losses)
+        self.begin()
         self._part = None
         if part.first:
             self._request()
@@ -215,8 +208,8 @@ class PrivateGradients:
                 clip,
                 into,
                 total.scale,
-                certify=self.mechanism.certified,
-                share=1 / part.calls,
+                certify=self._certified,
+                share=1 / (part.parts * self.group.world),
             )
         if part.last:
             self._release(total)
@@ -230,7 +223,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self.mechanism.certified)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -252,6 +245,21 @@ class PrivateGradients:
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
         self.guard.watch()
+
+    @property
+    def _certified(self) -> bool:
+        """Whether rounding errors of the sums are bounded and counted: all but fast noise asks it."""
+        return not isinstance(self.mechanism.noise, FastNoise)
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ: the probability that some sum of the whole plan passes for
+        more exact than it is (docs/rounding.md). From public facts; 0 with fast noise."""
+        if not self._certified:
+            return 0.0
+        largest = self.sampler.micro_batch or self.plan.examples
+        calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
+        return 2 * FAILURE * calls * self.plan.steps
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -289,7 +297,7 @@ class PrivateGradients:
         """A full batch that `batches` did not draw."""
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
-        return Part(self.step, first=True, last=True, size=len(losses), calls=1)
+        return Part(self.step, first=True, last=True, size=len(losses))
 
     # Stopping and going on
 

@@ -115,7 +115,8 @@ class Engine:
         self._slot = {id(param): slot for slot, param in enumerate(self.parameters)}
         self.layers: list[tuple[str, ...]] = []
         self._layer_of: list[int] = [-1] * len(named)
-        plan, seen = [], set()
+        plan = []
+        seen: set[int] = set()
         for path, module in model.named_modules():
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:
@@ -207,6 +208,7 @@ class Engine:
         of micro-batches and ranks whose sums are added up.
         """
         self.check_losses(losses)
+        self.probe_if_due(losses)
         if certify:
             check_request(accumulate, scale, share)
         elif accumulate is None and scale != 1.0:
@@ -396,9 +398,8 @@ class Engine:
             if self.eval_mode == "raise":
                 raise EngineError(message)
             warnings.warn(message, stacklevel=3)
-        self._probe_if_due(losses)
 
-    def _probe_if_due(self, losses: Tensor) -> None:
+    def probe_if_due(self, losses: Tensor) -> None:
         """Probe at the 1st, 2nd, 4th, 8th, ... use of a shape of the batch.
 
         Batches of other sizes have the same shape, unless the size is that of something else.
@@ -421,7 +422,7 @@ class Engine:
         """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
 
         Takes two backward passes, and leaves the graph of ``losses`` as it was. ``clipped_sum``
-        and ``check_losses`` call it where it is due.
+        calls it where it is due.
         """
         dtypes = {param.dtype for param in self.parameters}
         if torch.is_autocast_enabled(losses.device.type):

@@ -70,11 +70,6 @@ class Mechanism:
     def __init__(self, parameters: Sequence[nn.Parameter], noise: NoiseSource, group: Group):
         self.parameters, self.noise, self.group = parameters, noise, group
 
-    @property
-    def certified(self) -> bool:
-        """Whether sums are to have a proven rounding error, which the sensitivity then counts."""
-        return not isinstance(self.noise, FastNoise)
-
     def begin(self, *, noise_std: float, sensitivity: float, divisor: float, step: int) -> NoisySum:
         """A sum for one step that has been paid for."""
         return NoisySum(self, noise_std, sensitivity, divisor, step)
@@ -98,7 +93,7 @@ class NoisySum:
         self.noise_std, self.sensitivity = noise_std, sensitivity
         self.divisor, self.step = divisor, step
         self._mechanism = mechanism
-        self._starts_noisy = not mechanism.certified
+        self._starts_noisy = isinstance(mechanism.noise, FastNoise)
         self.scale = 1 / divisor if self._starts_noisy else 1.0
         self._flat: Tensor | None = None
         self.sums: list[Tensor] | None = None
