@@ -248,18 +248,19 @@ class PrivateGradients:
 
     @property
     def _certified(self) -> bool:
-        """Whether rounding errors of the sums are bounded and counted."""
+        """Whether rounding errors of the sums are bounded and counted: not with fast noise."""
         return not isinstance(self.mechanism.noise, FastNoise)
 
     @property
     def delta_added(self) -> float:
-        """What is to be added to δ: the probability that some sum of the whole plan passes for
-        more exact than it is (docs/rounding.md). From public facts; 0 with fast noise."""
+        """What is to be added to δ: the probability that some sum of the whole plan, or of a
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
+        facts; 0 with fast noise."""
         if not self._certified:
             return 0.0
         largest = self.sampler.micro_batch or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
-        return 2 * FAILURE * calls * self.plan.steps
+        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
