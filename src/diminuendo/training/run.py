@@ -28,7 +28,8 @@ class Result:
 
     Holds nothing that was not paid for, except for `training_loss` where it was asked to be
     revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
-    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers.
+    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
+    noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
     """
 
     status: Status
@@ -43,6 +44,7 @@ class Result:
     revealed: bool = False
     training_loss: float | None = None
     noise: NoiseName = "exact"
+    delta_added: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -133,6 +135,7 @@ class Run:
             reveal,
             seen,
             private.noise,
+            private.delta_added,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:

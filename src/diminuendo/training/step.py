@@ -12,6 +12,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
@@ -193,10 +195,10 @@ class PrivateGradients:
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        self.begin()
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
         self.engine.probe_if_due(losses)
+        self.begin()
         self._part = None
         if part.first:
             self._request()
@@ -207,7 +209,14 @@ class PrivateGradients:
         clip, total = self._open
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(losses, clip, into, total.scale)
+            self.engine.clipped_sum(
+                losses,
+                clip,
+                into,
+                total.scale,
+                certify=self._certified,
+                share=1 / (part.parts * self.group.world),
+            )
         if part.last:
             self._release(total)
             self._open = None
@@ -220,7 +229,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -242,6 +251,21 @@ class PrivateGradients:
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
         self.guard.watch(self.plan.examples, drawn=False)
+
+    @property
+    def _certified(self) -> bool:
+        """Whether rounding errors of the sums are bounded and counted: all but fast noise asks it."""
+        return not isinstance(self.mechanism.noise, FastNoise)
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ: the probability that some sum of the whole plan passes for
+        more exact than it is (docs/rounding.md). From public facts; 0 with fast noise."""
+        if not self._certified:
+            return 0.0
+        largest = self.sampler.micro_batch or self.plan.examples
+        calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
+        return 2 * FAILURE * calls * self.plan.steps
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:

@@ -115,7 +115,8 @@ class Engine:
         self._slot = {id(param): slot for slot, param in enumerate(self.parameters)}
         self.layers: list[tuple[str, ...]] = []
         self._layer_of: list[int] = [-1] * len(named)
-        plan, seen = [], set()
+        plan = []
+        seen: set[int] = set()
         for path, module in model.named_modules():
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:

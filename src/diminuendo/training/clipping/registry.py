@@ -183,7 +183,11 @@ def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] 
         _check_embedding(module, path)
         if _plain(module, nn.Embedding):
             return embedding.forward_of(module, tape, path)
-    if _plain(module, nn.MultiheadAttention) and attention.handled(module):
+    if (
+        isinstance(module, nn.MultiheadAttention)
+        and _plain(module, nn.MultiheadAttention)
+        and attention.handled(module)
+    ):
         forward = attention.forward_of(module, tape, path)
         return (
             forward
