@@ -14,7 +14,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
-from diminuendo.training.probe import Loss, refuse_mixing
+from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import bar
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
@@ -179,7 +179,8 @@ class Run:
 def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
-    tried = False
+    model = private.engine.model  # not what torch.compile made of it
+    shapes = Shapes(model)
     for batch in private.batches(data, workers=workers):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise InputError(
@@ -192,10 +193,8 @@ def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> I
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
-        if not tried and len(x) > 1:
-            model = private.engine.model  # not what torch.compile made of it
-            refuse_mixing(model, loss, x[:2], y[:2])
-            tried = True
+        if shapes.new(x, model.training):
+            refuse_mixing(model, loss, x, y, shapes.others(x))
         yield loss(private.model(x), y)
 
 

@@ -96,6 +96,8 @@ class PrivateGradients:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
         _validate.choice("noise", noise, ["exact", "fast"])
+        if policy is None:
+            guard.check_plan(plan)
         self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
@@ -111,7 +113,9 @@ class PrivateGradients:
             journal = Journal(journal, plan, writes=self.group.first)
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
-        self.guard = guard.Guard(model, self.engine.parameters)
+        self.guard = guard.Guard(self.engine.model, self.engine.parameters)
+        self.guard.watch(plan.examples, drawn=False)
+        self.engine.before_forward(self.guard.before_forward)
         source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
         self.mechanism = Mechanism(self.engine.parameters, source, self.group)
         self.step = 0
@@ -162,6 +166,7 @@ class PrivateGradients:
         self.sampler.check(source)
         self.begin()
         self._abandon()
+        self.guard.verify()
         for part, batch in self.sampler.batches(
             source,
             self.step,
@@ -171,20 +176,21 @@ class PrivateGradients:
             collate=collate,
         ):
             if part.first and not self._may_go_on():
-                return
+                break
             if part.first and part.step != self.step:
                 raise UsageError(
                     f"This batch was drawn for step {part.step + 1}, and the next step to take is "
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch()
+            self.guard.watch(part.size, drawn=True)
             yield batch
             if self._part is not None:
                 raise UsageError(
                     "A batch was drawn and private.backward was not called for it. Call it once "
                     "for each batch: a batch that was drawn belongs to a step."
                 )
+        self.guard.verify()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
@@ -244,7 +250,7 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
 
     @property
     def _certified(self) -> bool:
@@ -316,6 +322,7 @@ class PrivateGradients:
 
         Save it together with the model and the optimiser, between steps.
         """
+        self.guard.verify()
         return {
             "plan": self.plan.digest,
             "examples": self.plan.examples,
@@ -356,7 +363,7 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])

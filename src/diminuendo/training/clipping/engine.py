@@ -37,7 +37,7 @@ from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.probe import Sketch, probe
+from diminuendo.training.clipping.probe import Sketch, leaves, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
@@ -179,6 +179,10 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
+        """Have ``look(args, kwargs)`` called before every recorded call of the whole model."""
+        self._root.before = look
 
     def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Buffers of zeros to accumulate into, aligned with ``parameters``: float32 or as wide as
@@ -421,8 +425,8 @@ class Engine:
     def probe(self, losses: Tensor) -> None:
         """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
 
-        Takes two backward passes, and leaves the graph of ``losses`` as it was. ``clipped_sum``
-        calls it where it is due.
+        Takes two backward passes, and leaves the graph of ``losses`` and all gradients as they
+        were. ``probe_if_due`` calls it, and ``clipped_sum`` where nobody did before.
         """
         dtypes = {param.dtype for param in self.parameters}
         if torch.is_autocast_enabled(losses.device.type):
@@ -433,8 +437,15 @@ class Engine:
             self._run_backward(losses, weights, sketch.arrive, keep=True)
             sketch.finish()
 
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            self._sizes |= probe(run, losses, lowest)
+        stash = [(leaf, leaf.grad) for leaf in leaves(losses)]
+        for leaf, _ in stash:
+            leaf.grad = None
+        try:
+            with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+                self._sizes |= probe(run, losses, lowest)
+        finally:
+            for leaf, grad in stash:
+                leaf.grad = grad
 
     def _backward(self, norms: _Norms, losses: Tensor) -> None:
         """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""
