@@ -24,6 +24,7 @@ bench: setup
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/accounting.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/noise.py
 	$(BIN)/python benchmarks/ledger.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/replicas.py
 	$(BIN)/pytest -n auto -m slow

@@ -68,6 +68,7 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "clip": str,
         "clip_bounds": list,
         "micro_batch": int,
+        "noise": str,
         "seed": int,
         "workers": int,
         "device": str,
@@ -93,6 +94,12 @@ def train(
             help="Also show and write the mean loss of a batch, which the claim does not cover.",
         ),
     ] = False,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="exact (the default), or fast: then the claim is for real arithmetic only."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a PyTorch model by a plan; writes model, plan, events, result and report.
@@ -146,6 +153,7 @@ def train(
                 strict=training.get("strict", False),
                 clip=clip,
                 micro_batch=training.get("micro_batch"),
+                noise=noise or training.get("noise", "exact"),
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),

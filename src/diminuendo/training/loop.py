@@ -19,6 +19,7 @@ from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
 from diminuendo.training.distributed import Group, for_all_ranks
 from diminuendo.training.guard import check_scheduler
 from diminuendo.training.learning_rates import follow_plan
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
 from diminuendo.training.progress import reading
@@ -49,6 +50,7 @@ def fit(
     budget: str | None = None,
     policy: Policy | None = None,
     micro_batch: int | None = None,
+    noise: NoiseName = "exact",
     seed: int | None = None,
     folder: str | Path | Checkpoints | None = None,
     workers: int = 0,
@@ -73,6 +75,8 @@ def fit(
                   for spending=ledger.pay(budget, plan, data=data)
     policy        picks σ by what it is shown and nothing else, or it cannot be resumed exactly
     micro_batch   largest number of examples held in memory at once
+    noise         "exact": what is released is a post-processing of the ideal Gaussian mechanism;
+                  "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed          only for tests and experiments: the run is then not private
     folder        where checkpoints go, and where an interrupted run is taken up again; a
                   `Checkpoints` says how often, too
@@ -118,6 +122,7 @@ def fit(
         policy=policy,
         micro_batch=micro_batch,
         journal=journal,
+        noise=noise,
         seed=seed,
     )
     checkpoint = None
@@ -134,7 +139,9 @@ def fit(
         else:
             check_scheduler(lr_scheduler, steps_by)
         if checkpoints is not None and journal is not None:
-            identity = Identity.of(model, plan.digest, plan.examples, private.seeds.fixed)
+            identity = Identity.of(
+                model, plan.digest, plan.examples, private.seeds.fixed, private.noise
+            )
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every

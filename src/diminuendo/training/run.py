@@ -13,6 +13,7 @@ from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.learning_rates import PlannedRates
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, refuse_mixing
 from diminuendo.training.progress import bar
 from diminuendo.training.signals import stop_signals
@@ -26,7 +27,8 @@ class Result:
     """How a run ended and what it spent.
 
     Holds nothing that was not paid for, except for `training_loss` where it was asked to be
-    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken.
+    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
+    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers.
     """
 
     status: Status
@@ -40,6 +42,7 @@ class Result:
     lost: int = 0
     revealed: bool = False
     training_loss: float | None = None
+    noise: NoiseName = "exact"
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -129,6 +132,7 @@ class Run:
             private.lost,
             reveal,
             seen,
+            private.noise,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:

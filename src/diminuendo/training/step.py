@@ -26,10 +26,9 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
-from diminuendo.training.clipping.contract import TF32, coarse
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
-from diminuendo.training.mechanism import FastNoise, Mechanism, NoisySum
+from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.sampling import Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
@@ -71,6 +70,8 @@ class PrivateGradients:
                  p.grad stays None until the logical batch is complete
     journal      a file that knows across a crash which steps may have been released; with it, or
                  with a ledger, a saved `state_dict` can be gone on from
+    noise        "exact": what is released is a post-processing of the ideal Gaussian mechanism;
+                 "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed         only for tests and experiments: the run is then not private
 
     A step that was paid for and then failed half-way stays spent; the next one goes on after it.
@@ -87,17 +88,21 @@ class PrivateGradients:
         policy: Policy | None = None,
         micro_batch: int | None = None,
         journal: Journal | str | Path | None = None,
+        noise: NoiseName = "exact",
         seed: int | None = None,
     ) -> None:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
+        _validate.choice("noise", noise, ["exact", "fast"])
+        self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
         self.model, self.plan, self.policy = model, plan, policy
         self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
         self._sigmas: list[float] = plan.sigmas.tolist()
         self.group = Group.current()
-        self.seeds = self.group.same_seeds(Seeds.make(seed))
+        self.seeds = Seeds.make(seed)
+        self.group.same_sample(self.seeds.keys)
         self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
         self.spending = self._asked_by_the_first(spending)
         if journal is not None and not isinstance(journal, Journal):
@@ -105,7 +110,8 @@ class PrivateGradients:
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
         self.guard = guard.Guard(model, self.engine.parameters)
-        self.mechanism = Mechanism(self.engine.parameters, FastNoise(self.seeds), self.group)
+        source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
+        self.mechanism = Mechanism(self.engine.parameters, source, self.group)
         self.step = 0
         """How many steps are over: taken, or lost by a crash or an error."""
         self.lost = 0
@@ -207,7 +213,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -288,6 +294,7 @@ class PrivateGradients:
             "plan": self.plan.digest,
             "examples": self.plan.examples,
             "seed": self.seeds.fixed,
+            "noise": self.noise,
             "step": self.charged,
             "lost": self.lost,
             "spending": self.spending.state(),
@@ -305,6 +312,7 @@ class PrivateGradients:
             ("plan", self.plan.digest),
             ("examples", self.plan.examples),
             ("seed", self.seeds.fixed),
+            ("noise", self.noise),
         ):
             if state[name] != mine:
                 raise InputError(
