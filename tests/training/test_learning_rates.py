@@ -25,7 +25,7 @@ class Recording(PrivateDescent):
 
     seen: list[float]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen.append(self.param_groups[0]["lr"])
         super().step(closure)
 
@@ -118,7 +118,7 @@ def test_a_scheduler_that_ends_before_the_run_is_refused() -> None:
         follow_plan(
             optimizer,
             make_plan(gamma=0.95),
-            schedulers.ReduceLROnPlateau(optimizer),  # type: ignore[arg-type]
+            schedulers.ReduceLROnPlateau(optimizer),
         )
 
 
