@@ -17,7 +17,7 @@ import typer
 
 from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
-from diminuendo.cli.options import AsJson, print_json
+from diminuendo.cli.options import AsJson, print_json, working
 from diminuendo.cli.report import drawn
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
@@ -340,10 +340,11 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
-        return make_plan(
-            Budget(**settings["budget"]),
-            **{"examples": examples, "parameters": parameters, **section},
-        )
+        with working("planning"):
+            return make_plan(
+                Budget(**settings["budget"]),
+                **{"examples": examples, "parameters": parameters, **section},
+            )
     except TypeError as error:
         raise InputError(
             "the arguments of dim.Budget and dim.plan",

@@ -13,6 +13,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from diminuendo.training.clipping import Clip, Engine, Flat
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
+from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.sampling import Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
@@ -124,10 +126,23 @@ class PrivateGradients:
         """How many of them a crash cost: spent, and not taken."""
         self.released: tuple[Tensor, ...] = ()
         """The last step's private gradient, one tensor for each parameter, in its shape."""
+        self.watch = self._watch_learning_rates()
+        """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
+
+    def _watch_learning_rates(self) -> Watch | None:
+        if self.plan.lr is None or self.policy is not None:
+            return None
+        own = weakref.ref(self)
+
+        def taken() -> int | None:
+            private = own()
+            return None if private is None else private.step
+
+        return Watch(self.engine.parameters, self.plan.lr.tolist(), taken)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):
@@ -397,6 +412,8 @@ class PrivateGradients:
         The journal then says which steps were paid for, and no more: this is no crash.
         """
         self.engine.close()
+        if self.watch is not None:
+            self.watch.stop()
         if self.journal is not None:
             self.journal.settle(self.charged)
 
