@@ -149,9 +149,9 @@ def test_what_is_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="Is this path a ledger"):
         Ledger(path)
     assert path.read_text().startswith("These")
-    with pytest.raises(InputError, match="can be made"):
+    with pytest.raises(InputError, match="can be created"):
         Ledger(path / "below")
-    with pytest.raises(InputError, match="can be made"):
+    with pytest.raises(InputError, match="can be created"):
         Ledger(tmp_path)
 
 

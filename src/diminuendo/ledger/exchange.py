@@ -1,4 +1,4 @@
-"""Out of a ledger and into another: JSON Lines of the whole chain, or dp-accounting's events."""
+"""Export and import: the whole chain as JSON Lines, or a budget's events for dp-accounting."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from diminuendo.ledger.rows import (
     add_budget,
     all_terms,
     budget_in,
-    refuse_second,
-    same_terms,
+    refuse_second_budget,
+    require_same_terms,
     set_budget,
 )
 from diminuendo.ledger.store import Change, record_of
@@ -34,7 +34,7 @@ SCHEMA, VERSION = "diminuendo.ledger", 1
 
 
 def export(ledger: Ledger, path: str | Path, *, progress: Progress = silent) -> int:
-    """Write every record, one JSON object a line, after a line that says what this is."""
+    """Write every record as a line of JSON, after a header line. Returns the number of records."""
     own = file_of(ledger.url)
     if own is not None and own.exists() and Path(path).exists() and own.samefile(path):
         raise InputError("another file than the ledger's", name="the output", value=str(path))
@@ -53,8 +53,8 @@ def export(ledger: Ledger, path: str | Path, *, progress: Progress = silent) -> 
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What an import did to one budget."""
+class ImportedBudget:
+    """What an import did to one budget: steps and share of the limit that were charged."""
 
     budget: str
     created: bool
@@ -66,24 +66,24 @@ def import_file(
     ledger: Ledger,
     path: str | Path,
     *,
-    beside: bool = False,
+    allow_second: bool = False,
     overspend: bool = False,
     progress: Progress = silent,
-) -> list[Imported]:
-    """Charge here what was spent there: another ledger's export, verified before it is believed.
+) -> list[ImportedBudget]:
+    """Charge here what another ledger has spent, from its export, which is verified first.
 
-    A budget that is not here is made, with the terms it had there; one that is here must have the
-    same terms. Importing a longer export of the same ledger again charges only what is new.
-    What is open there counts as spent. Nothing is given back by an import.
+    A budget that does not exist here is created with the terms it has there; one that exists must
+    have the same terms. Importing a longer export of the same ledger charges only what is new.
+    Open runs count as spent. An import never gives anything back.
 
-    overspend  record spending that goes over the budget: it has happened
+    overspend  also record spending that goes over the budget, because it has happened
     """
     origin, replay, heads = _read(Path(path), progress)
     if origin == ledger.head.ledger:
         raise InputError(
             "another ledger's", name="the import", value=str(path), remedy="This is its own export."
         )
-    found = []
+    imported = []
     for name, terms in replay.terms.items():
         body = {
             "origin": origin,
@@ -94,13 +94,17 @@ def import_file(
             "steps_total": replay.steps[name],
             "overspend": overspend,
         }
-        found.append(_import(ledger, terms, body, heads, beside))
-    return found
+        imported.append(_import(ledger, terms, body, heads, allow_second))
+    return imported
 
 
 def _import(
-    ledger: Ledger, terms: Terms, body: Mapping[str, Any], heads: Mapping[int, str], beside: bool
-) -> Imported:
+    ledger: Ledger,
+    terms: Terms,
+    body: Mapping[str, Any],
+    heads: Mapping[int, str],
+    allow_second: bool,
+) -> ImportedBudget:
     name, origin = terms.name, str(body["origin"])
     created = name not in {status.terms.name for status in ledger.budgets()}
 
@@ -111,13 +115,13 @@ def _import(
                 "a continuation of what was imported before",
                 name="the import",
                 value=f"a chain in which record {last.body['seq']} is another",
-                remedy="One of the two files is not what that ledger wrote.",
+                remedy="One of the two files was not written by that ledger.",
             )
         if created:
-            refuse_second(all_terms(change.connection).values(), terms, beside)
+            refuse_second_budget(all_terms(change.connection).values(), terms, allow_second)
             add_budget(change.connection, terms)
         status = budget_in(change.connection, name)
-        same_terms(status.terms, terms)
+        require_same_terms(status.terms, terms)
         before = 0 if last is None else int(last.body["total"])
         steps_before = 0 if last is None else int(last.body["steps_total"])
         cost, steps = int(body["total"]) - before, body["steps_total"] - steps_before
@@ -136,8 +140,10 @@ def _import(
             body={**body, **charged, "cost": str(cost), "steps": steps},
         )
 
-    record = ledger.changing(work)
-    return Imported(name, created, record.body["steps"], int(record.body["cost"]) / terms.limit)
+    record = ledger.write_transaction(work)
+    return ImportedBudget(
+        name, created, record.body["steps"], int(record.body["cost"]) / terms.limit
+    )
 
 
 def _last_import(connection: Connection, name: str, origin: str) -> Record | None:
@@ -155,7 +161,7 @@ def _last_import(connection: Connection, name: str, origin: str) -> Record | Non
 
 
 def _read(path: Path, progress: Progress) -> tuple[str, Replay, dict[int, str]]:
-    """The origin, the verified sums, and the digest at every record."""
+    """The other ledger's id, the verified sums, and the digest of every record."""
     replay, heads = Replay(), {}
     try:
         with path.open(encoding="utf-8-sig") as handle:
@@ -172,7 +178,7 @@ def _read(path: Path, progress: Progress) -> tuple[str, Replay, dict[int, str]]:
         ) from None
     except (LedgerError, KeyError, TypeError) as error:
         raise InputError(
-            "an export as a ledger wrote it", name="the import", value=str(path),
+            "an unchanged export of a ledger", name="the import", value=str(path),
             remedy=str(error),
         ) from None  # fmt: skip
     if (replay.seq, replay.digest) != (header["seq"], header["digest"]):
@@ -199,8 +205,8 @@ def _header(line: str, path: Path) -> dict[str, Any]:
             value=header.get("version"),
             remedy="pip install --upgrade diminuendo.",
         )
-    known = {"ledger": str, "seq": int, "digest": str}
-    if any(type(header.get(name)) is not kind for name, kind in known.items()):
+    types = {"ledger": str, "seq": int, "digest": str}
+    if any(type(header.get(name)) is not kind for name, kind in types.items()):
         raise InputError(
             "complete", name="the import's first line", value=", ".join(header), remedy=str(path)
         )
@@ -209,14 +215,14 @@ def _header(line: str, path: Path) -> dict[str, Any]:
 
 
 def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
-    """Every event that was granted on a budget and not returned, in order."""
+    """Every event that was granted on a budget and not given back, in order."""
     runs = {run.id: run for run in ledger.runs(name)}
-    found = []
+    events = []
     for record in ledger.records():
         if record.kind == "import" and record.budget == name and record.body["steps"]:
             raise InputError(
-                "granted here, all of it",
-                name=f"what was spent of {name!r}",
+                "all granted in this ledger",
+                name=f"the spending of {name!r}",
                 value=f"{record.body['steps']} steps that were imported",
                 remedy="Their events are in the ledger that they came from.",
             )
@@ -226,11 +232,11 @@ def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
             for event in unpack(record.body["events"]):
                 kept = min(event.count, run.started - at) if ended else event.count
                 if kept > 0:
-                    found.append(GaussianStep(
+                    events.append(GaussianStep(
                         noise_multiplier=event.noise_multiplier,
                         sampling_rate=event.sampling_rate, count=kept))  # fmt: skip
                 at += event.count
-    return found
+    return events
 
 
 def to_dp_accounting(ledger: Ledger, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The append-only record: every entry carries the digest of the one before it.
+"""Append-only records: each carries the digest of the one before it.
 
 digest_n = SHA-256(canonical JSON of (seq, at, kind, budget, run, token, body, digest_{n−1})). A
 change, a deletion in the middle or another order breaks the chain where it happened. That the
@@ -17,13 +17,14 @@ from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
 START = "sha256:" + "0" * 64
-"""What the first record follows."""
+"""The digest that the first record follows."""
 
-KINDS = ("create", "open", "resume", "grant", "start", "close", "release", "import")
+KINDS = ("create", "open", "resume", "grant", "start", "close", "reclaim", "import")
+"""What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 
 
 def canonical(value: Any) -> str:
-    """One spelling for one value: what is hashed and stored."""
+    """The one JSON text of a value that is hashed and stored."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -31,7 +32,7 @@ def canonical(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One entry. `token` is the asker's own name for it, so that asking twice is asking once."""
+    """One record. `token` is the client's: a request that is repeated with it is done once."""
 
     seq: int
     at: str

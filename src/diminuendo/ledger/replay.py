@@ -1,4 +1,4 @@
-"""The sums of a chain of records, computed from the records alone, each checked as it comes."""
+"""The sums of a chain of records, computed from the records alone, each of which is checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
+from diminuendo.ledger.capacity import refund_of
 from diminuendo.ledger.records import START, canonical, digest_of, unpack
-from diminuendo.ledger.room import refund_of
-from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED
+from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, RELEASED
 from diminuendo.ledger.terms import Terms
 
 _SLACK = 45
-"""Another machine's Rényi prices may differ from ours in their last bits."""
+"""Rényi prices computed on another machine may differ in their last bits: by 2⁻⁴⁵ at most."""
 
 
 @dataclass
 class Account:
-    """A run, as the records tell it."""
+    """A run, as the records describe it."""
 
     budget: str
     opened: dict[str, Any]
@@ -30,14 +30,14 @@ class Account:
     spent: int = 0
     grants: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def forget(self) -> None:
-        """Grants of confirmed steps cannot be returned any more."""
+    def drop_confirmed_grants(self) -> None:
+        """The cost of confirmed steps cannot be given back any more."""
         while self.grants and self.grants[0]["first"] + self.grants[0]["steps"] <= self.confirmed:
             del self.grants[0]
 
 
 class Replay:
-    """Feed it records in order; it holds what they add up to, and raises at the first bad one."""
+    """Adds up records in order, and raises LedgerError at the first bad one."""
 
     def __init__(self) -> None:
         self.seq, self.digest = 0, START
@@ -47,6 +47,7 @@ class Replay:
         self.runs: dict[str, Account] = {}
 
     def feed(self, row: Mapping[str, Any]) -> None:
+        """Check one record and add it to the sums."""
         where = f"record {row['seq']} ({row['kind']} at {row['at']})"
         if row["seq"] != self.seq + 1:
             raise LedgerError(
@@ -67,7 +68,7 @@ class Replay:
                 row["previous"],
             )
         except (ValueError, RecursionError) as error:
-            raise LedgerError(f"{named} is no record: {type(error).__name__}.") from None
+            raise LedgerError(f"{named} is not a record: {type(error).__name__}.") from None
         if row["previous"] != self.digest:
             raise LedgerError(f"The chain breaks before {where}: it does not follow the last one.")
         if digest != row["digest"]:
@@ -82,7 +83,7 @@ class Replay:
 
     def _apply(self, kind: str, budget: str, run: str, body: Mapping[str, Any]) -> None:
         if kind == "create":
-            _require(budget not in self.terms, "its budget was made before")
+            _require(budget not in self.terms, "its budget was created before")
             self._create(budget, Terms.from_dict(body["terms"]))
         elif kind == "import":
             if budget not in self.terms:
@@ -101,6 +102,7 @@ class Replay:
                 "grant": self._grant,
                 "start": self._start,
                 "close": self._end,
+                "reclaim": self._end,
                 "release": self._end,
             }[kind](kind, account, body)
 
@@ -116,7 +118,7 @@ class Replay:
 
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
-        _require(body["turn"] == account.opened["turn"] + 1, "it is out of turn")
+        _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
         account.opened.update(body)
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
@@ -136,7 +138,7 @@ class Replay:
         if body["started"]:
             account.started = account.granted
         account.grants.append(body)
-        account.forget()
+        account.drop_confirmed_grants()
 
     def _start(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
@@ -144,7 +146,7 @@ class Replay:
         _require(account.started <= upto <= account.granted, "it starts what was not granted")
         _require(account.confirmed <= confirmed <= account.started, "it confirms too much")
         account.started, account.confirmed = upto, confirmed
-        account.forget()
+        account.drop_confirmed_grants()
 
     def _end(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         used, returned = int(body["used"]), int(body["returned"])
@@ -159,7 +161,7 @@ class Replay:
         account.started = used
         if kind == "close":
             account.confirmed = used
-        account.status = CLOSED if kind == "close" else RELEASED
+        account.status = {"close": CLOSED, "reclaim": RECLAIMED, "release": RELEASED}[kind]
         account.grants = []
 
 
@@ -168,9 +170,9 @@ def _slack(terms: Terms, cost: int) -> int:
 
 
 def _parsed(body: Any) -> Mapping[str, Any]:
-    found = json.loads(body) if isinstance(body, str) else body
-    _require(isinstance(found, Mapping), "its body is no object")
-    return dict(found)
+    content = json.loads(body) if isinstance(body, str) else body
+    _require(isinstance(content, Mapping), "its body is not an object")
+    return dict(content)
 
 
 def _require(good: bool, words: str) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's tables as values: budgets with what is spent, runs, and a run's grants."""
+"""The ledger's tables as Python values: budgets with what is spent, runs, and a run's grants."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from sqlalchemy import Connection, select
 
 from diminuendo import _validate
 from diminuendo.budget import Budget
-from diminuendo.errors import InputError
-from diminuendo.ledger import schema
-from diminuendo.ledger.address import shown
+from diminuendo.errors import InputError, LedgerError
+from diminuendo.ledger import renamed, schema
+from diminuendo.ledger.address import display
 from diminuendo.ledger.records import Record, canonical
 from diminuendo.ledger.store import record_of
 from diminuendo.ledger.terms import Terms, text
 
-OPEN, CLOSED, RELEASED = "open", "closed", "released"
+OPEN, CLOSED, RECLAIMED = "open", "closed", "reclaimed"
+RELEASED = "released"
+"""What ledgers of the version before call a reclaimed run."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The chain's end: cite it, and that it was there can be checked later."""
+    """The last record of the chain. Cite it, and `verify` can check later that it was there."""
 
     ledger: str
     seq: int
@@ -35,14 +37,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Status:
-    """A budget and what is left of it."""
+    """A budget and what is spent of it; `spent_units` counts units of 2⁻²⁰⁰ (`Terms.limit`)."""
 
     terms: Terms
     spent_units: int
 
     @property
     def spent(self) -> float:
-        """The share that is spent, rounded up."""
+        """The share of the limit that is spent, rounded up; above 1 only after an import."""
         share = Fraction(self.spent_units, self.terms.limit)
         return math.nextafter(float(share), math.inf) if self.spent_units else 0.0
 
@@ -53,12 +55,18 @@ class Status:
 
     @property
     def left(self) -> Budget | None:
+        """What is left as a budget with the same δ, or None if that is nothing."""
         return self.terms.left(self.spent_units)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's account. Steps below `started` may have been released; below `confirmed`, were."""
+    """A run and its counts of steps.
+
+    granted    steps that are charged
+    started    of these, steps that may have been released
+    confirmed  of these, steps that are known to have been taken
+    """
 
     id: str
     budget: str
@@ -71,32 +79,38 @@ class Run:
 
     @property
     def turn(self) -> int:
-        """How often the run changed hands (`Ledger.resume_run`)."""
+        """Deprecated name of `generation`."""
+        renamed.warn("Run.turn", "Run.generation")
+        return self.generation
+
+    @property
+    def generation(self) -> int:
+        """How many times the run was taken over by another process (`Ledger.resume_run`)."""
         return int(self.opened["turn"])
 
 
-def same_terms(known: Terms, asked: Terms) -> None:
+def require_same_terms(known: Terms, asked: Terms) -> None:
     for name, mine in known.to_dict().items():
         theirs = asked.to_dict()[name]
         if mine != theirs:
             raise InputError(
-                f"made with its own terms ({name} {mine!r})",
+                f"created with the terms it has ({name} {mine!r})",
                 name=f"the budget {known.name!r}",
                 value=theirs,
-                remedy="A budget's terms never change; make another under another name.",
+                remedy="A budget's terms never change; create another budget under another name.",
             )
 
 
-def refuse_second(known: Iterable[Terms], terms: Terms, beside: bool) -> None:
-    """A second budget for the same data only where that is meant."""
+def refuse_second_budget(known: Iterable[Terms], terms: Terms, allow_second: bool) -> None:
+    """Raise InputError if the data already have a budget and no second one is allowed."""
     same = [t.name for t in known if terms.data is not None and t.data == terms.data]
-    if same and not beside:
+    if same and not allow_second:
         raise InputError(
             "the first budget for its data",
             name="the budget",
             value=terms.name,
-            remedy=f"These data have the budget {same[0]!r}: use it, or say that a second is "
-            "meant (beside=True, --beside); what the two spend adds up.",
+            remedy=f"These data have the budget {same[0]!r}: use it, or allow a second one "
+            "(allow_second=True, --allow-second). What the two spend adds up.",
         )
 
 
@@ -106,7 +120,7 @@ def refuse_other_data(terms: Terms, data: str | None) -> None:
             f"the data of the budget {terms.name!r} ({terms.data})",
             name="the data",
             value=data,
-            remedy="Use the budget of these data, or make one.",
+            remedy="Use the budget of these data, or create one.",
         )
 
 
@@ -141,8 +155,8 @@ def budget_in(connection: Connection, name: str) -> Status:
             f"one of the ledger's ({known})",
             name="the budget",
             value=name,
-            remedy=f"Is {shown(connection.engine.url)} the ledger you mean? `diminuendo ledger "
-            "create` makes a budget.",
+            remedy=f"Is {display(connection.engine.url)} the ledger you mean? `diminuendo ledger "
+            "create` creates a budget.",
         )
     return status_of(row)
 
@@ -179,23 +193,28 @@ def run_in(connection: Connection, run: str) -> Run:
     return run_of(row)
 
 
-def open_run_in(connection: Connection, run: str, turn: int | None = None) -> Run:
+def open_run_in(connection: Connection, run: str, generation: int | None = None) -> Run:
     found = run_in(connection, run)
     if found.status != OPEN:
         raise InputError(
             "open",
             name=f"the run {run}",
             value=found.status,
-            remedy="What is over stays over; open another run.",
+            remedy="A run that has ended stays ended; open another one.",
         )
-    if turn is not None and turn != found.turn:
-        raise InputError(
-            "in the hands of this process",
-            name=f"the run {run}",
-            value=f"process {found.opened['pid']} on {found.opened['host']}",
-            remedy="It was taken up there; this one is over.",
-        )
+    if generation is not None and generation != found.generation:
+        raise taken_over(found)
     return found
+
+
+def taken_over(run: Run) -> LedgerError:
+    """The error for a process whose run was taken over by another."""
+    opened = run.opened
+    return LedgerError(
+        f"Run {run.id} now belongs to another process (process {opened['pid']} on host "
+        f"{opened['host']}). Nothing was charged. Resume the run there; if that process is dead, "
+        f"end the run with `diminuendo ledger reclaim {run.id}`."
+    )
 
 
 def set_run(connection: Connection, run: Run) -> None:
@@ -227,7 +246,7 @@ def confirmed_of(run: Run, confirmed: int | None) -> int:
 
 
 def grants_of(connection: Connection, run: str) -> Iterator[Record]:
-    """A run's grants, the last first, a page at a time."""
+    """A run's grants, the last one first, read page by page."""
     before = None
     while True:
         query = select(schema.records).where(

@@ -21,6 +21,7 @@ from diminuendo import _validate, events
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger.book import Ledger
+from diminuendo.ledger.rows import taken_over
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 
@@ -110,7 +111,7 @@ class LedgerSpending(Spending):
         if before.status != "open":
             return False
         run = self.ledger.resume_run(self.run, data=self._data)
-        self._alone, self._turn = run.turn == self._turn + 1, run.turn
+        self._alone, self._turn = run.generation == self._turn + 1, run.generation
         self._granted_upto, self._started = self._first + run.granted, self._first + run.started
         self._unknown = self._started
         return True
@@ -120,11 +121,11 @@ class LedgerSpending(Spending):
         paid = self._paid_before() if self.run else 0
         digest = "" if self.plan is None else self.plan.digest
         run = self.ledger.open_run(self.name, label=self._label, data=self._data, plan=digest)
-        self.run, self._turn, self._alone = run.id, run.turn, False
+        self.run, self._turn, self._alone = run.id, run.generation, False
         self.runs.append(run.id)
         self._first = self._granted_upto = self._started = self._unknown = paid
         if paid < self.steps:
-            self._charge_events(_after(self.granted, paid), start=True, most=False)
+            self._charge_events(_after(self.granted, paid), start=True, partial=False)
 
     def _paid_before(self) -> int:
         """Up to where the run that is over has paid for this state's steps and the next ones.
@@ -133,7 +134,7 @@ class LedgerSpending(Spending):
         """
         before = self.ledger.run(self.run)
         paid = self._first + before.started
-        return paid if before.turn == self._turn else min(paid, self.steps)
+        return paid if before.generation == self._turn else min(paid, self.steps)
 
     def fits(self, event: GaussianStep) -> bool:
         if self._over or (self._order is not None and not self._order.fits(event)):
@@ -160,7 +161,7 @@ class LedgerSpending(Spending):
             self._look_again()
         upto = self.steps + event.count
         if self.plan is None:
-            self._charge_events([event], start=True, most=False)
+            self._charge_events([event], start=True, partial=False)
             self._count_lost(self._granted_upto - upto)
         elif upto > self._granted_upto:
             self._grant_next(upto)
@@ -186,8 +187,8 @@ class LedgerSpending(Spending):
     def _look_again(self) -> None:
         """After an answer that was lost: what was granted all the same."""
         run = self.ledger.run(self.run)
-        if run.status != "open" or run.turn != self._turn:
-            raise InputError("in our hands", name=f"the run {self.run}", value=run.status)
+        if run.status != "open" or run.generation != self._turn:
+            raise taken_over(run)
         self._granted_upto, self._started = self._first + run.granted, self._first + run.started
         self._in_doubt = False
 
@@ -210,27 +211,32 @@ class LedgerSpending(Spending):
             self._order.note(event)
 
     def _grant_next(self, upto: int) -> None:
-        """At least up to there; and some ahead, as many as there is room for."""
+        """At least up to there; and some ahead, as many as fit."""
         if upto > self._granted_upto + 1:
             self._grant(upto, start=True)
         else:
             ahead = self._length() if self._ahead == "plan" else int(self._ahead)
-            self._grant(self._granted_upto + ahead, start=True, most=True)
+            self._grant(self._granted_upto + ahead, start=True, partial=True)
 
-    def _grant(self, upto: int, *, start: bool, most: bool = False) -> None:
+    def _grant(self, upto: int, *, start: bool, partial: bool = False) -> None:
         """The plan's steps from the first that is not granted yet."""
         plan, at = self.plan, self._granted_upto
         assert plan is not None
         upto = min(upto, plan.steps)
         if at < upto:
             coming = events.from_schedule(plan.sigmas[at:upto], plan.rates[at:upto])
-            self._charge_events(list(coming), start=start, most=most)
+            self._charge_events(list(coming), start=start, partial=partial)
 
-    def _charge_events(self, coming: list[GaussianStep], *, start: bool, most: bool) -> None:
+    def _charge_events(self, coming: list[GaussianStep], *, start: bool, partial: bool) -> None:
         begun, self._in_doubt = time.monotonic(), True
         confirmed = self._confirmed()
         grant = self.ledger.grant(
-            self.run, coming, start=start, most=most, confirmed=confirmed, turn=self._turn
+            self.run,
+            coming,
+            start=start,
+            partial=partial,
+            confirmed=confirmed,
+            generation=self._turn,
         )
         self._granted_upto = self._first + grant.first + grant.steps
         if start:
@@ -240,7 +246,7 @@ class LedgerSpending(Spending):
     def _start(self, upto: int) -> None:
         begun, self._in_doubt = time.monotonic(), True
         confirmed = self._confirmed()
-        self.ledger.start(self.run, upto - self._first, confirmed=confirmed, turn=self._turn)
+        self.ledger.start(self.run, upto - self._first, confirmed=confirmed, generation=self._turn)
         self._started = upto
         self._measure(begun)
 
@@ -270,9 +276,9 @@ class LedgerSpending(Spending):
                 return
             self._over = True
             run = self.ledger.run(self.run)
-            if run.status == "open" and run.turn == self._turn:
+            if run.status == "open" and run.generation == self._turn:
                 used = min(max(self.steps, self._unknown), self._started) - self._first
-                self.ledger.close_run(self.run, used=used, reason=reason, turn=self._turn)
+                self.ledger.close_run(self.run, used=used, reason=reason, generation=self._turn)
 
     def epsilon(self) -> float:
         """Of a plan's steps, their own; of steps chosen on the way, what the filter guarantees."""

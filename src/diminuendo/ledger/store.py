@@ -3,8 +3,8 @@
 Every change goes through `Store.change(token, work)`, which holds the head of the chain from its
 first read to its commit. If the connection is lost, it is not known whether the commit happened:
 the token, kept with the record, tells on the next connection, so that nothing is charged twice and
-nothing that was granted is lost. What cannot be cleared up within `patience` seconds is an error;
-what may have been charged then stays charged.
+nothing that was granted is lost. If it is still not known after `patience` seconds,
+that is an error, and what may have been charged stays charged.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from diminuendo.ledger import address, schema
 from diminuendo.ledger.records import START, Record, canonical
 
 T = TypeVar("T")
-_CREATION_LOCK = 0x64696D  # a number of our own among PostgreSQL's advisory locks
+_CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
 
 
 class Change:
-    """A transaction that holds the head: reads what is current, appends one record."""
+    """A transaction that holds the head of the chain, reads what is current, appends a record."""
 
     def __init__(self, connection: Connection, token: str) -> None:
         self.connection, self._token = connection, token
@@ -70,12 +70,12 @@ class Store:
 
     def __init__(self, url: URL, *, patience: float) -> None:
         self.url, self.patience = url, patience
-        self.shown = address.shown(url)
+        self.display = address.display(url)
         self._sqlite = url.get_backend_name() == "sqlite"
         self._pid = os.getpid()
         self._engine = self._make_engine()
         self._file, self._inode, self._logs = address.file_of(url), 0, False
-        weakref.finalize(self, _let_go, self._engine, self._pid)
+        weakref.finalize(self, _dispose, self._engine, self._pid)
 
     def _make_engine(self) -> Engine:
         arguments: dict[str, Any] = (
@@ -124,7 +124,7 @@ class Store:
         connection.execute("PRAGMA trusted_schema=OFF")
 
     def _begin_postgres(self, connection: Connection) -> None:
-        """Reads see one state; writes wait for the head; nobody waits longer than patience."""
+        """Reads see one state; writes wait for the head; neither waits longer than `patience`."""
         wait = max(int(self.patience * 1000), 1)
         level = (
             ""
@@ -137,7 +137,7 @@ class Store:
         )
 
     def _own_engine(self) -> Engine:
-        """Connections do not survive a fork; the child makes its own."""
+        """The engine of this process: connections cannot be shared with a forked child."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._engine.dispose(close=False)
@@ -148,7 +148,7 @@ class Store:
     def _transaction(self, *, write: bool) -> Iterator[Connection]:
         with (
             self._own_engine().connect() as bare,
-            self._not_for_ever(bare),
+            self._with_time_limit(bare),
         ):
             connection = bare.execution_options(diminuendo_write=write)
             with connection.begin():
@@ -157,7 +157,7 @@ class Store:
                 yield connection
 
     def _same_file(self) -> None:
-        """A file that was replaced or deleted, or lost its log, would still take writes."""
+        """Refuse a file that was replaced or deleted, or whose log was: writes would be lost."""
         if self._file is None:
             return
         try:
@@ -168,23 +168,23 @@ class Store:
         if not inode or inode != self._inode or (self._logs and not log.exists()):
             self._engine.dispose()
             raise LedgerError(
-                f"The ledger {self.shown} was replaced or deleted while it was in use. Nothing "
-                "was charged. Put the right file in its place and open it anew."
+                f"The ledger {self.display} was replaced or deleted while it was in use. Nothing "
+                "was charged. Put the right file in its place and open it again."
             )
 
     @contextmanager
-    def _not_for_ever(self, connection: Connection) -> Iterator[None]:
-        """A server that neither answers nor hangs up is hung up on."""
+    def _with_time_limit(self, connection: Connection) -> Iterator[None]:
+        """Close the connection to a server that does not answer within `patience`."""
         if self._sqlite:
             yield
             return
         number = connection.connection.driver_connection.pgconn.socket  # type: ignore[union-attr]
 
-        def hang_up() -> None:
-            with socket.socket(fileno=os.dup(number)) as line:
-                line.shutdown(socket.SHUT_RDWR)
+        def disconnect() -> None:
+            with socket.socket(fileno=os.dup(number)) as connected:
+                connected.shutdown(socket.SHUT_RDWR)
 
-        watch = threading.Timer(self.patience + 1, hang_up)
+        watch = threading.Timer(self.patience + 1, disconnect)
         watch.daemon = True
         watch.start()
         try:
@@ -193,14 +193,14 @@ class Store:
             watch.cancel()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """Read from one state of the database."""
+        """The result of `work` on one state of the database."""
 
         def once() -> T:
             with self._transaction(write=False) as connection:
                 _check_version(_version_in(connection))
                 return work(connection)
 
-        return self._until_answered(once)
+        return self._retrying(once)
 
     def change(
         self,
@@ -209,29 +209,29 @@ class Store:
         token: str | None = None,
         same: Callable[[Record], bool] = lambda _: True,
     ) -> Record:
-        """Run `work`, which appends one record, exactly once however often the line breaks.
+        """Run `work`, which appends one record, exactly once even if the connection breaks.
 
-        same  whether the record that a token already names answers this request
+        same  tells whether a record that already has the token answers this request
         """
         token = token or uuid.uuid4().hex
 
         def once() -> Record:
             with self._transaction(write=True) as connection:
                 change = Change(connection, token)
-                known = find(connection, token)
-                if known is not None and not same(known):
+                recorded = record_with_token(connection, token)
+                if recorded is not None and not same(recorded):
                     raise InputError(
                         "new with every request",
                         name="token",
                         value=token,
-                        remedy=f"It named another one, which is record {known.seq}.",
+                        remedy=f"Record {recorded.seq} has it already, for another request.",
                     )
-                return known or work(change)
+                return recorded or work(change)
 
-        return self._until_answered(once)
+        return self._retrying(once)
 
     def prepare(self) -> None:
-        """Create the ledger, or bring an older one forward, inside one transaction."""
+        """Create the ledger, or migrate an older one, inside one transaction."""
         path = address.file_of(self.url)
         if path is not None:
             address.make_file(path)
@@ -247,38 +247,39 @@ class Store:
                     connection.execute(lock, {"key": _CREATION_LOCK})
                 _migrate(connection)
 
-        self._until_answered(once)
+        self._retrying(once)
 
-    def _until_answered(self, work: Callable[[], T]) -> T:
-        """Try again while the database is busy or away, as long as patience lasts."""
+    def _retrying(self, work: Callable[[], T]) -> T:
+        """Repeat `work` while the database is busy or cannot be reached, for `patience` seconds."""
         end = time.monotonic() + self.patience
         while True:
             try:
                 return work()
             except DBAPIError as error:
-                if not _passing(error) or time.monotonic() + _PAUSE > end:
-                    raise self._trouble(error) from None
+                if not _is_transient(error) or time.monotonic() + _PAUSE > end:
+                    raise self._ledger_error(error) from None
                 self._engine.dispose()
                 time.sleep(_PAUSE)
             except SQLAlchemyError as error:
-                raise self._trouble(error) from None
+                raise self._ledger_error(error) from None
 
-    def _trouble(self, error: SQLAlchemyError) -> LedgerError:
+    def _ledger_error(self, error: SQLAlchemyError) -> LedgerError:
         cause = getattr(error, "orig", None) or error
         words = " ".join(str(cause).split()) or type(cause).__name__
         for secret in address.secrets(self.url):
             words = words.replace(secret, "***")
         return LedgerError(
-            f"The ledger {self.shown} could not be used: {words}. Nothing was released on its "
-            "account; what it may have charged stays charged. " + _remedy(words)
+            f"The ledger {self.display} could not be used: {words}. Nothing was released; what may "
+            "have been charged stays charged. " + _remedy(words)
         )
 
     def close(self) -> None:
-        _let_go(self._engine, self._pid)
+        """Close the connections of this process."""
+        _dispose(self._engine, self._pid)
 
 
-def _let_go(engine: Engine, pid: int) -> None:
-    """Close the connections; a forked child leaves its parent's alone."""
+def _dispose(engine: Engine, pid: int) -> None:
+    """Close the connections, but not those that a forked child shares with its parent."""
     engine.dispose(close=pid == os.getpid())
 
 
@@ -290,7 +291,7 @@ def _writes(connection: Connection) -> bool:
     return bool(connection.get_execution_options().get("diminuendo_write", True))
 
 
-def find(connection: Connection, token: str) -> Record | None:
+def record_with_token(connection: Connection, token: str) -> Record | None:
     row = connection.execute(
         select(schema.records).where(schema.records.c.token == token)
     ).one_or_none()
@@ -298,6 +299,7 @@ def find(connection: Connection, token: str) -> Record | None:
 
 
 def record_of(row: Any) -> Record:
+    """A row of the table of records as a Record."""
     return Record(**{**row._mapping, "body": json.loads(row.body)})
 
 
@@ -322,7 +324,7 @@ def _check_version(found: int) -> None:
             f"of schema version {schema.version()}",
             name="the ledger",
             value=found,
-            remedy="Open it anew: it is brought forward when it is opened.",
+            remedy="Open it again: it is migrated when it is opened.",
         )
 
 
@@ -342,24 +344,25 @@ def _migrate(connection: Connection) -> None:
         connection.execute(schema.head.update().values(version=schema.version()))
 
 
-def _passing(error: DBAPIError) -> bool:
-    """Whether waiting may help: busy, or the server is away."""
+def _is_transient(error: DBAPIError) -> bool:
+    """Whether waiting may help: the database is busy or cannot be reached."""
     words = str(error.orig).lower()
     if isinstance(error.orig, sqlite3.Error):
         return "locked" in words or "busy" in words
     state = str(getattr(error.orig, "sqlstate", None) or "")
-    away = state[:2] in ("08", "57") or (not state and "authentication" not in words)
-    return error.connection_invalidated or away or state in ("40001", "40P01", "55P03")
+    unreachable = state[:2] in ("08", "57") or (not state and "authentication" not in words)
+    return error.connection_invalidated or unreachable or state in ("40001", "40P01", "55P03")
 
 
 def _remedy(words: str) -> str:
-    known = {
-        "full": "Make room on the disk and go on.",
+    remedies = {
+        "full": "Free some disk space and try again.",
         "readonly": "Make its file and folder writable for this user.",
-        "malformed": "Restore it from a copy; `diminuendo ledger verify` tells whether that is "
-        "whole.",
+        "malformed": "Restore it from a backup, and check that with `diminuendo ledger verify`.",
         "not a database": "Is this path a ledger?",
         "locked": "Another program holds it; try again when that is done.",
         "timeout": "Another program holds it, or the server is overloaded; try again.",
     }
-    return next((remedy for sign, remedy in known.items() if sign in words.lower()), "Try again.")
+    return next(
+        (remedy for sign, remedy in remedies.items() if sign in words.lower()), "Try again."
+    )

@@ -1,4 +1,4 @@
-"""What a budget was made with. It never changes: the records would not mean the same any more."""
+"""The terms of a budget. They never change: the records would then mean something else."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Terms:
 
     composition  "gaussian": full-batch steps, exact. "renyi": full-batch and Poisson-subsampled
                  steps, at one Rényi order that is fixed here.
-    data         the identity of the data (`identify`), or None where nobody said
-    unit         what one record is: an example, a patient, a household
+    data         the identity of the data (`identify`), or None if it was not given
+    unit         what one row of the data is: an example, a patient, a household
     """
 
     name: str
@@ -55,20 +55,22 @@ class Terms:
 
     @cached_property
     def filter(self) -> GaussianFilter | RenyiFilter:
-        """The price list and the limit; what is spent is in the ledger."""
+        """The prices of steps and the limit; what is spent is kept in the ledger."""
         if self.order is None:
             return GaussianFilter(self.budget)
         return RenyiFilter(self.budget, order=self.order)
 
     @property
     def limit(self) -> int:
+        """The most that can be spent, in units of 2⁻²⁰⁰."""
         return self.filter.limit
 
     def costs(self, events: Sequence[GaussianStep]) -> list[int]:
+        """The price of each event (of all its `count` steps), in units of 2⁻²⁰⁰, rounded up."""
         return self.filter.costs(events)
 
     def refund(self, cost: int) -> int:
-        """What returning part of a grant gives back.
+        """How much is given back for unused steps that cost this much.
 
         Gaussian prices are exact. A Rényi price is a float, and another machine's may differ in
         its last digits, so that a billionth of it is kept.
@@ -76,35 +78,35 @@ class Terms:
         return cost if self.order is None else cost - (cost >> 30)
 
     def left(self, spent: int) -> Budget | None:
-        """What is left, as a budget of the same δ; None where that is less than any ε > 0.
+        """What is left, as a budget with the same δ; None if that is less than any ε > 0.
 
-        Gaussian: exactly what a plan may use. Rényi: steps whose divergence at the order fits
-        are private to this; `Ledger.fitting` makes a plan's noise fit.
+        Gaussian: exactly what a plan may use. Rényi: the guarantee of steps whose divergence
+        at the order fits; `Ledger.scaled_to_fit` makes a plan's noise fit.
         """
         if spent == 0:
             return self.budget
-        room = Fraction(max(self.limit - spent, 0), UNIT)
+        left = Fraction(max(self.limit - spent, 0), UNIT)
         try:
             if self.order is None:
-                return self._gaussian_left(room)
-            return self._renyi_left(room, self.order)
+                return self._gaussian_left(left)
+            return self._renyi_left(left, self.order)
         except InputError:
             return None
 
-    def _gaussian_left(self, room: Fraction) -> Budget:
-        """As much of the room as a budget can say: its μ², from ε again, must not be more."""
+    def _gaussian_left(self, left: Fraction) -> Budget:
+        """The largest budget whose μ², computed from its ε, is not more than `left`."""
         kept = 1.0
         while True:
-            mu = math.sqrt(room) * (1 - 1e-12) * kept
+            mu = math.sqrt(left) * (1 - 1e-12) * kept
             epsilon = self.budget.epsilon_of((mu / self.budget.sensitivity) ** 2)
-            left = self._of(epsilon)
-            if Fraction(left.mu * (1 + 1e-12)) ** 2 <= room:
-                return left
+            budget = self._of(epsilon)
+            if Fraction(budget.mu * (1 + 1e-12)) ** 2 <= left:
+                return budget
             kept -= max(2 * (1 - kept), 1e-10)
 
-    def _renyi_left(self, room: Fraction, order: int) -> Budget:
+    def _renyi_left(self, left: Fraction, order: int) -> Budget:
         offset = renyi.offset(order, self.budget.delta)
-        return self._of((float(room) + offset) * (1 - 1e-12) if room else 0.0)
+        return self._of((float(left) + offset) * (1 - 1e-12) if left else 0.0)
 
     def _of(self, epsilon: float) -> Budget:
         return replace(self.budget, epsilon=epsilon)
@@ -127,10 +129,12 @@ class Terms:
         return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
 
     def to_dict(self) -> dict[str, Any]:
+        """The terms as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> Terms:
+        """The terms that `to_dict` wrote, checked."""
         names = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != names:
             raise InputError("an object with a budget's terms", name="terms", value=data)
@@ -141,7 +145,7 @@ class Terms:
 
 
 def text(name: str, value: Any, *, empty: bool = False) -> str:
-    """A line of text that people can read: names, units, notes."""
+    """Check that a value is one line of printable text, and return it."""
     good = (
         isinstance(value, str)
         and (empty or value.strip() != "")

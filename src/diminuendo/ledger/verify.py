@@ -1,4 +1,4 @@
-"""Whether a ledger is what it was: every record, the chain, and what they add up to."""
+"""Check a ledger: every record, the chain of digests, and what the records add up to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from diminuendo.ledger.rows import Head
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A ledger that holds together, up to this head."""
+class Verification:
+    """The result of `verify`: everything up to this head is consistent."""
 
     head: Head
     records: int
@@ -33,13 +33,14 @@ def verify(
     *,
     cited: Iterable[str] = (),
     progress: Progress = silent,
-) -> Verified:
-    """Raise LedgerError at the first thing that is not as it was written, saying where.
+) -> Verification:
+    """Check the whole ledger; raise LedgerError at the first inconsistency, saying where it is.
 
-    cited  heads that reports quote: each must be in the chain, or the end was cut off or rewritten
+    cited  digests of heads that reports cite: if one is missing from the chain, the ledger was cut
+           off or rewritten
     """
 
-    head, stored, budgets, runs = ledger.reading(
+    head, stored, budgets, runs = ledger.read_transaction(
         lambda connection: (
             connection.execute(select(schema.head)).one(),
             connection.execute(select(func.count()).select_from(schema.records)).scalar_one(),
@@ -55,18 +56,18 @@ def verify(
     if (replay.seq, replay.digest) != (head.seq, head.digest):
         raise LedgerError(
             f"The head says {head.seq} records and the last of them {head.digest}; there are "
-            f"{replay.seq}, the last {replay.digest}: the end was cut off or added to."
+            f"{replay.seq}, the last {replay.digest}: records were cut off or added at the end."
         )
     if stored != head.seq:
         raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
     if missing:
         raise LedgerError(
             f"The cited head {min(missing)} is not in the chain: the ledger was cut off or "
-            "rewritten since, or it is another one."
+            "rewritten since, or this is another ledger."
         )
     _compare_budgets(budgets, replay)
     _compare_runs(runs, replay)
-    return Verified(
+    return Verification(
         Head(head.ledger, head.seq, head.digest),
         replay.seq,
         len(replay.terms),
@@ -77,11 +78,11 @@ def verify(
 
 def _compare_budgets(rows: Iterable[Any], replay: Replay) -> None:
     table = {row.name: (json.loads(row.terms), int(row.spent)) for row in rows}
-    told = {
+    replayed = {
         name: (json.loads(json.dumps(terms.to_dict())), replay.spent[name])
         for name, terms in replay.terms.items()
     }
-    _compare("budget", table, told)
+    _compare("budget", table, replayed)
 
 
 def _compare_runs(rows: Iterable[Any], replay: Replay) -> None:
@@ -90,17 +91,18 @@ def _compare_runs(rows: Iterable[Any], replay: Replay) -> None:
                  json.loads(row.opened))
         for row in rows
     }  # fmt: skip
-    told = {
+    replayed = {
         run: (a.budget, a.status, a.granted, a.started, a.confirmed, a.spent, a.opened)
         for run, a in replay.runs.items()
     }
-    _compare("run", table, told)
+    _compare("run", table, replayed)
 
 
-def _compare(what: str, table: dict[str, tuple], told: dict[str, tuple]) -> None:  # type: ignore[type-arg]
-    for name in sorted(table.keys() | told.keys()):
-        if table.get(name) != told.get(name):
+def _compare(what: str, table: dict[str, tuple], replayed: dict[str, tuple]) -> None:  # type: ignore[type-arg]
+    for name in sorted(table.keys() | replayed.keys()):
+        if table.get(name) != replayed.get(name):
             raise LedgerError(
                 f"The {what} {name!r} does not agree with the records: the table has "
-                f"{table.get(name, 'nothing')}, the records come to {told.get(name, 'nothing')}."
+                f"{table.get(name, 'nothing')}, the records come to "
+                f"{replayed.get(name, 'nothing')}."
             )

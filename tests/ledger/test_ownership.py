@@ -1,4 +1,4 @@
-"""One charge, one release: runs that end, fork, are copied, come back, or lose an answer."""
+"""One charge, one release: runs that end, fork, are copied, resumed, or lose an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ledgers import in_child, step
 from test_training import BUDGET, STEPS, plan, train
 
-from diminuendo import BudgetRefused, InputError, Ledger
+from diminuendo import BudgetRefused, InputError, Ledger, LedgerError
 from diminuendo.ledger import LedgerSpending, verify
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending
@@ -170,7 +170,7 @@ def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
     with pytest.raises(InputError, match="skip them"):
         two.request(step(20.0))
     take(one, FADING[3:4])
-    with pytest.raises(InputError, match="in the hands"):
+    with pytest.raises(LedgerError, match="now belongs to another process"):
         one.request(step(5.0))
     one.end()
     assert b.run(run).status == "open"
@@ -187,7 +187,7 @@ def test_who_lives_keeps_its_run(b: Ledger) -> None:
     taken_up(b, state)
     assert b.run(run).opened["pid"] == os.getpid(), "who has it now is who counts"
     with pytest.raises(InputError, match="alive on this machine"):
-        b.release(run)
+        b.reclaim(run)
 
     def child() -> None:
         with pytest.raises(InputError, match="alive on this machine"):
@@ -202,13 +202,13 @@ def test_a_zombie_is_dead(b: Ledger) -> None:
 
     child = in_child(work)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    b.release(b.runs("b")[0].id)
+    b.reclaim(b.runs("b")[0].id)
     os.waitpid(child, 0)
 
 
 def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
     state, run = crashed(b, 2)
-    b.release(run)
+    b.reclaim(run)
     spending = taken_up(b, state)
     assert spending.run != run
     assert spending.not_released_from(3) == 4, "started in the first run, and paid there"
@@ -222,7 +222,7 @@ def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
 
 def test_a_state_that_holds_what_was_given_back_pays_again(b: Ledger) -> None:
     state, run = crashed(b, 3)
-    b.release(run, unreleased=True)
+    b.reclaim(run, unreleased=True)
     assert spent(b) == 0
     spending = taken_up(b, state)
     assert spent(b) == cost(b, FADING)
@@ -309,5 +309,5 @@ def test_a_token_answers_one_request(b: Ledger) -> None:
         with pytest.raises(InputError, match="token"):
             again()
     assert b.head == before
-    part = b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most")
-    assert b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most") == part
+    part = b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most")
+    assert b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most") == part
