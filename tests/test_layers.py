@@ -13,6 +13,7 @@ BEFORE = {
     "errors": set[str](),
     "_validate": {"errors"},
     "_files": {"errors"},
+    "_extras": {"errors"},
     "budget": set[str](),
     "events": {"budget"},
     "accounting": {"budget", "events"},
@@ -23,13 +24,14 @@ BEFORE = {
 }
 BEFORE["spending"] = {*BEFORE}
 CORE = {*BEFORE}
+BEFORE["_progress"] = set[str]()
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
-GROUND = {"errors", "_validate", "_files"}
+GROUND = {"errors", "_validate", "_files", "_extras", "_progress"}
 LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
 """Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
 `influence.measure` for its runs."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         DiminuendoError,
         InputError,
         LedgerError,
+        MissingExtra,
         SchemaError,
+        UsageError,
     )
     from diminuendo.events import GaussianStep
     from diminuendo.experiments.tuning import tune
@@ -35,9 +37,11 @@ _HOMES = {
     "InputError": "errors",
     "Ledger": "ledger",
     "LedgerError": "errors",
+    "MissingExtra": "errors",
     "Plan": "planning",
     "PlanWarning": "planning",
     "SchemaError": "errors",
+    "UsageError": "errors",
     "calibrate": "accounting.calibrate",
     "delta": "accounting.account",
     "epsilon": "accounting.account",
@@ -54,9 +58,11 @@ __all__ = [
     "InputError",
     "Ledger",
     "LedgerError",
+    "MissingExtra",
     "Plan",
     "PlanWarning",
     "SchemaError",
+    "UsageError",
     "accounting",
     "bounds",
     "calibrate",

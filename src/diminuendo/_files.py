@@ -1,4 +1,4 @@
-"""Reading numbers that people keep in files, and writing files whole or not at all."""
+"""Files: numbers that people keep in them, and writing them whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diminuendo.errors import InputError
 
 
 def read_text(path: str | Path, *, name: str) -> str:
-    try:
+    """The file's text (UTF-8, with or without a byte order mark)."""
+    with os_errors("a readable text file", name=name, path=path):
         return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InputError(
-            "a readable text file", name=name, value=str(path), remedy=f"({reason})"
-        ) from None
+
+
+def read_bytes(path: str | Path, *, name: str) -> bytes:
+    """The file's bytes."""
+    with os_errors("a file that can be read", name=name, path=path):
+        return Path(path).read_bytes()
 
 
 def parse_json(text: str, *, name: str, source: str) -> Any:
+    """The value that the text holds; `source` is where the text came from, for the message."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -102,43 +106,51 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """`write_text` for what is too long to hold at once.
+    """`write_text` for what is too long to hold at once."""
+    with writing(path) as handle:
+        handle.writelines(line.encode() for line in lines)
 
-    A link is followed, and what is no regular file (a pipe, a device) is written to as it is.
+
+@contextmanager
+def writing(path: str | Path, *, name: str = "the output") -> Iterator[IO[bytes]]:
+    """A handle whose content takes the file's place, on disk, when the block ends without an error.
+
+    After an error the old file is untouched. A link is followed, and what is no regular file (a
+    pipe, a device) is written to as it is.
     """
-    target = Path(os.path.realpath(path))
-    try:
-        if target.exists() and not target.is_file():
-            with target.open("w", encoding="utf-8") as handle:
-                handle.writelines(lines)
+    with os_errors("a file that can be written", name=name, path=path):
+        if Path(path).exists() and not Path(path).is_file():
+            with Path(path).open("wb") as handle:
+                yield handle
             return
-        _replace(target, lines)
-    except OSError as error:
+        target = Path(os.path.realpath(path))
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as temporary:
+            try:
+                yield temporary
+                temporary.flush()
+                os.fsync(temporary.fileno())
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(temporary.name, 0o666 & ~umask)
+                os.replace(temporary.name, target)
+                sync_folder(target.parent)
+            except BaseException:
+                Path(temporary.name).unlink(missing_ok=True)
+                raise
+
+
+@contextmanager
+def os_errors(expected: str, *, name: str, path: str | Path) -> Iterator[None]:
+    """Tell the block's OSErrors as an InputError: `expected` of `name`, and the system's reason."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise InputError(
-            "a file that can be written",
-            name="the output",
-            value=str(path),
-            remedy=f"({error.strerror})",
+            expected, name=name, value=str(path), remedy=f"({reason or error})"
         ) from None
-
-
-def _replace(target: Path, lines: Iterable[str]) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-    ) as handle:
-        temporary = Path(handle.name)
-        try:
-            handle.writelines(lines)
-            handle.flush()
-            os.fsync(handle.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)
-            temporary.replace(target)
-            sync_folder(target.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -151,14 +163,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: str | Path) -> Path:
+    """The folder, made with its parents where it is missing."""
     folder = Path(path)
-    try:
+    with os_errors("a folder that can be made", name="the folder", path=path):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            "a folder that can be made",
-            name="the folder",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
     return folder

@@ -17,17 +17,21 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _extras, _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.planning import plan
-from diminuendo.training import fit
+
+_NEEDED = {"extra": "torch,experiments", "purpose": "The scikit-learn adapter"}
+with _extras.needed("torch", **_NEEDED), _extras.needed("sklearn", **_NEEDED):
+    import torch
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.validation import check_is_fitted, validate_data
+    from torch import nn
+
+    from diminuendo.training import fit
 
 
 class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """The command line: it wires parts and holds no mathematics.
 
-Exit codes: 0 done, 2 wrong use or bad input, 3 refused for lack of budget; 1 where a ledger cannot
-answer or does not hold together.
+Exit codes: 0 done, 2 wrong use or bad input, 3 refused for lack of budget, 1 where the ledger
+cannot answer or its records contradict each other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from diminuendo.cli import (
     train,
     tune,
 )
-from diminuendo.errors import BudgetRefused, DiminuendoError, LedgerError
+from diminuendo.errors import DiminuendoError
 from diminuendo.planning import PlanWarning
 
 app = typer.Typer(
     name="diminuendo",
-    help="Plan private training whose noise fades where it hurts most.",
+    help="Differentially private training: plan the noise within a budget, train, keep the ledger.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -79,7 +79,5 @@ def _run(given: list[str]) -> int:
         return 130
     except DiminuendoError as error:
         print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, LedgerError):
-            return 1
-        return 3 if isinstance(error, BudgetRefused) else 2
+        return error.exit_code
     return int(code or 0) if given else 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, cast
 
 import typer
@@ -13,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diminuendo import _validate
+from diminuendo import _extras, _validate
+from diminuendo._progress import working
 from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
 from diminuendo.errors import InputError
 
@@ -25,6 +24,19 @@ RelationName = Annotated[
 ConversionName = Annotated[
     str, typer.Option("--conversion", help="exact, zcdp (the paper's) or zcdp-tight.")
 ]
+__all__ = [
+    "AsJson",
+    "ConversionName",
+    "Delta",
+    "Epsilon",
+    "RelationName",
+    "make_budget",
+    "need_torch",
+    "print_json",
+    "print_table",
+    "working",
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -38,15 +50,11 @@ def make_budget(epsilon: float, delta: float, relation: str, conversion: str) ->
 
 
 def need_torch(device: str | None) -> None:
-    """Experiments run on PyTorch, on a device that is there: ask before anything is read."""
-    if importlib.util.find_spec("torch") is None:
-        raise InputError(
-            "installed", name="torch", value=None, remedy="pip install 'diminuendo[all]'."
-        )
+    """Check, before anything is read, that PyTorch and the device are there."""
+    with _extras.needed("torch", extra="all", purpose="This command"):
+        import torch
     if device is None:
         return
-    import torch
-
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -77,9 +85,3 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_row(*map(Text, row))
     needed = Console(width=1000).measure(table).maximum
     Console(width=max(Console().width, needed)).print(table)
-
-
-def working(what: str) -> AbstractContextManager[object]:
-    """A spinner on stderr while something takes its time; nothing where nobody watches."""
-    console = Console(stderr=True)
-    return console.status(f"{what} …") if console.is_terminal else nullcontext()

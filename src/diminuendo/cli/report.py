@@ -11,7 +11,7 @@ import typer
 
 from diminuendo.cli.ledger import Url
 from diminuendo.cli.options import AsJson, print_json, print_table, working
-from diminuendo.errors import InputError
+from diminuendo.errors import MissingExtra
 from diminuendo.ledger import Ledger
 from diminuendo.planning import Plan
 from diminuendo.report import figures, html
@@ -72,6 +72,6 @@ def drawn(plan: Plan) -> str:
         path = Path(place) / "schedule.svg"
         try:
             figures.schedules({plan.schedule: plan.sigmas}, path)
-        except InputError:
+        except MissingExtra:
             return ""
         return path.read_text()

@@ -112,7 +112,8 @@ def train(
 
     Paths are relative to the file; modules beside it can be imported. All keys: docs/training.md.
     """
-    fit = _fit()
+    from diminuendo.training import fit
+
     settings, here = _read(run), run.parent.resolve()
     training = settings["training"]
     with _importable(here):
@@ -157,19 +158,6 @@ def train(
     html.write_page(output / "report.html", run_report.document(plan, facts, (), drawn(plan)))
     print_json(facts) if as_json else print(page)
     raise typer.Exit(_EXIT_CODES[result.status])
-
-
-def _fit() -> Callable[..., Result]:
-    try:
-        from diminuendo.training import fit
-    except ImportError:
-        raise InputError(
-            "installed",
-            name="PyTorch",
-            value=None,
-            remedy="Training needs it: pip install 'diminuendo[torch]'.",
-        ) from None
-    return fit
 
 
 def _read(path: Path) -> dict[str, Any]:

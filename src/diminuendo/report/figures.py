@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from diminuendo import _extras, _files
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 
@@ -19,15 +20,8 @@ _FORMATS = (".svg", ".png", ".pdf")
 
 
 def _new(width: float, height: float, panels: int = 1) -> tuple[object, list[Axes]]:
-    try:
+    with _extras.needed("matplotlib", extra="plots", purpose="Drawing pictures"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            "installed",
-            name="matplotlib",
-            value=None,
-            remedy="Pictures need it: pip install 'diminuendo[plots]'.",
-        ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, panels))
     for axis in axes:
@@ -42,15 +36,9 @@ def _save(figure: object, path: str | Path) -> Path:
         raise InputError(
             f"a file name ending in {', '.join(_FORMATS)}", name="the picture", value=str(path)
         )
-    try:
-        figure.savefig(target, dpi=150)  # type: ignore[attr-defined]
-    except OSError as error:
-        raise InputError(
-            "a file that can be written",
-            name="the picture",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
+    with _files.writing(target, name="the picture") as handle:
+        kind = target.suffix.lower().removeprefix(".")
+        figure.savefig(handle, format=kind, dpi=150)  # type: ignore[attr-defined]
     return target
 
 

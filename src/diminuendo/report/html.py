@@ -145,15 +145,7 @@ def figure(picture: str | Path, caption: str, *, described: str = "") -> Html:
         return Html(f"<figure>{_inline(drawn, label)}{words}</figure>")
     if path.suffix.lower() != ".png":
         raise InputError("SVG text, or an .svg or .png file", name="the picture", value=str(path))
-    try:
-        data = base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise InputError(
-            "a file that can be read",
-            name="the picture",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
+    data = base64.b64encode(_files.read_bytes(path, name="the picture")).decode()
     image = f'<img alt="{label}" src="data:image/png;base64,{data}">'
     return Html(f"<figure>{image}{words}</figure>")
 

@@ -1,9 +1,12 @@
 """Algorithm 1 on PyTorch (the `torch` extra): private gradients for your loop, or a whole run."""
 
-from diminuendo.training.clipping import Automatic, Flat, PerLayer, UnsupportedModule
-from diminuendo.training.loop import Result, fit
-from diminuendo.training.optim import PrivateDescent
-from diminuendo.training.step import PrivateGradients, Released
+from diminuendo import _extras
+
+with _extras.needed("torch", extra="torch", purpose="Training"):
+    from diminuendo.training.clipping import Automatic, Flat, PerLayer, UnsupportedModule
+    from diminuendo.training.loop import Result, fit
+    from diminuendo.training.optim import PrivateDescent
+    from diminuendo.training.step import PrivateGradients, Released
 
 __all__ = [
     "Automatic",
