@@ -11,12 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledgers import step
-from sqlalchemy import create_engine, text
+from ledgers import execute, step
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError, SchemaError
+from diminuendo import (
+    Budget,
+    BudgetRefused,
+    InputError,
+    Ledger,
+    LedgerError,
+    SchemaError,
+    UsageError,
+)
 from diminuendo.ledger import (
     LedgerSpending,
     address,
@@ -29,14 +37,6 @@ from diminuendo.ledger import (
 from diminuendo.ledger.exchange import granted_events, to_dp_accounting
 
 DATA = "sha256:" + "ab" * 32
-
-
-def raw(ledger: Ledger, statement: str, **values: Any) -> None:
-    """Somebody who edits the database by hand."""
-    engine = create_engine(ledger.url)
-    with engine.begin() as connection:
-        connection.execute(text(statement), values)
-    engine.dispose()
 
 
 def test_a_new_ledger_is_empty_and_whole(ledger: Ledger) -> None:
@@ -122,7 +122,7 @@ def test_a_crashed_run_stays_spent_until_a_person_looks(
     ledger.grant(run.id, some_plan.events, start=False)
     ledger.start(run.id, 10)
     ledger.start(run.id, 20, confirmed=10)
-    with pytest.raises(InputError, match="alive"):
+    with pytest.raises(UsageError, match="alive"):
         ledger.reclaim(run.id)
     monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
     reclaimed = ledger.reclaim(run.id, by="Ada")
@@ -253,10 +253,10 @@ def test_verify_finds_what_was_changed_and_says_where(
         ledger.grant(run.id, [step(20.0)])
     verify(ledger)
     if "7 - seq" in statement:
-        raw(ledger, "UPDATE diminuendo_records SET seq = -seq WHERE seq IN (3, 4)")
-        raw(ledger, "UPDATE diminuendo_records SET seq = 7 + seq WHERE seq < 0")
+        execute(ledger, "UPDATE diminuendo_records SET seq = -seq WHERE seq IN (3, 4)")
+        execute(ledger, "UPDATE diminuendo_records SET seq = 7 + seq WHERE seq < 0")
     else:
-        raw(ledger, statement)
+        execute(ledger, statement)
     with pytest.raises(LedgerError, match=words):
         verify(ledger)
 
@@ -267,16 +267,16 @@ def test_a_cut_off_end_shows_against_a_cited_head(ledger: Ledger, budget: Budget
     ledger.open_run("b")
     cited = ledger.head.digest
     verify(ledger, cited=[before.digest, cited])
-    raw(ledger, "DELETE FROM diminuendo_records WHERE seq = 2")
-    raw(ledger, "DELETE FROM diminuendo_runs")
-    raw(ledger, "UPDATE diminuendo_head SET seq = 1, digest = :digest", digest=before.digest)
+    execute(ledger, "DELETE FROM diminuendo_records WHERE seq = 2")
+    execute(ledger, "DELETE FROM diminuendo_runs")
+    execute(ledger, "UPDATE diminuendo_head SET seq = 1, digest = :digest", digest=before.digest)
     verify(ledger)
     with pytest.raises(LedgerError, match="cited head"):
         verify(ledger, cited=[cited])
 
 
 def test_a_newer_schema_is_refused(ledger: Ledger, url: str) -> None:
-    raw(ledger, "UPDATE diminuendo_head SET version = 99")
+    execute(ledger, "UPDATE diminuendo_head SET version = 99")
     with pytest.raises(SchemaError, match="pip install --upgrade"):
         Ledger(url)
     with pytest.raises(SchemaError, match="pip install --upgrade"):
@@ -298,11 +298,11 @@ def test_an_older_schema_is_brought_forward(
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, broken])
     with pytest.raises(LedgerError, match="half-way"):
         Ledger(url)
-    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS[:1], second])
+    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS[:2], second])
     newer = Ledger(url)
     newer.open_run("b")
     assert verify(newer).records == 2
-    monkeypatch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+    monkeypatch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
     with pytest.raises(SchemaError, match="pip install --upgrade"):
         ledger.open_run("b")
 
@@ -534,16 +534,17 @@ def test_identities(tmp_path: Path) -> None:
 def test_names_of_the_version_before_go_on_working(
     ledger: Ledger, some_plan: dim.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
     with pytest.warns(DeprecationWarning, match="allow_second"):
         ledger.create("b", some_plan.budget, beside=False)
     run = ledger.open_run("b")
     with pytest.warns(DeprecationWarning, match="Run.generation"):
         assert run.turn == 0
-    with pytest.warns(DeprecationWarning) as said:
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
+    with pytest.warns(DeprecationWarning, match="partial|generation"):
         ledger.grant(run.id, [step(20.0)], most=True, turn=0)
+    with pytest.warns(DeprecationWarning, match="scaled_to_fit"):
         assert ledger.fitting("b", some_plan).steps == some_plan.steps
+    with pytest.warns(DeprecationWarning, match="Ledger.reclaim"):
         assert ledger.release(run.id).status == "reclaimed"
-    assert len(said) == 4
     with pytest.warns(DeprecationWarning, match="Verification"):
         assert dim.ledger.Verified is dim.ledger.Verification

@@ -15,7 +15,7 @@ import pytest
 from ledgers import in_child, step
 from test_training import BUDGET, STEPS, plan, train
 
-from diminuendo import BudgetRefused, InputError, Ledger, LedgerError
+from diminuendo import BudgetRefused, InputError, Ledger, UsageError
 from diminuendo.ledger import LedgerSpending, verify
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending
@@ -170,7 +170,7 @@ def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
     with pytest.raises(InputError, match="skip them"):
         two.request(step(20.0))
     take(one, FADING[3:4])
-    with pytest.raises(LedgerError, match="now belongs to another process"):
+    with pytest.raises(UsageError, match="now belongs to another process"):
         one.request(step(5.0))
     one.end()
     assert b.run(run).status == "open"
@@ -186,11 +186,11 @@ def test_who_lives_keeps_its_run(b: Ledger) -> None:
     state, run = crashed(b, 2)
     taken_up(b, state)
     assert b.run(run).opened["pid"] == os.getpid(), "who has it now is who counts"
-    with pytest.raises(InputError, match="alive on this machine"):
+    with pytest.raises(UsageError, match="alive"):
         b.reclaim(run)
 
     def child() -> None:
-        with pytest.raises(InputError, match="alive on this machine"):
+        with pytest.raises(UsageError, match="alive"):
             b.resume_run(run)
 
     assert os.waitpid(in_child(child), 0)[1] == 0

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diminuendo import _files, _validate
+from diminuendo import _validate
 from diminuendo import ledger as ledgers
 from diminuendo.cli.options import (
     AsJson,
@@ -177,7 +177,7 @@ def list_budgets(url: Url = None, as_json: AsJson = False) -> None:
 
     Example: diminuendo ledger list
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     budgets = ledger.budgets()
     if as_json:
         print_json(
@@ -193,7 +193,7 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 
     Example: diminuendo ledger show patients
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     status, runs, head = ledger.status(name), ledger.runs(name), ledger.head
     facts = [_run_facts(run, status) for run in runs]
     if as_json:
@@ -256,6 +256,13 @@ def reclaim(
         ),
     ] = False,
     by: Annotated[str, typer.Option(help="Who asserts it; by default your user name.")] = "",
+    dead: Annotated[
+        bool,
+        typer.Option(
+            "--yes-it-is-dead",
+            help="Assert that the run's process is dead, where this machine cannot tell.",
+        ),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     url: Url = None,
     as_json: AsJson = False,
@@ -269,7 +276,7 @@ def reclaim(
     if not yes:
         typer.echo(f"This assumes that {reclaim_assumption(before, unreleased)}.", err=True)
         typer.confirm("Is that true?", abort=True, err=True)
-    after = ledger.reclaim(run, by=by, unreleased=unreleased)
+    after = ledger.reclaim(run, by=by, unreleased=unreleased, dead=dead)
     status = ledger.status(after.budget)
     facts = _run_facts(after, status)
     facts["returned"] = (before.spent_units - after.spent_units) / status.terms.limit
@@ -291,7 +298,7 @@ def verify(
 
     Example: diminuendo ledger verify --cited sha256:…
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     with _watching("verifying") as progress:
         result = ledgers.verify(ledger, cited=cited or (), progress=progress)
     if as_json:
@@ -319,7 +326,7 @@ def export(
 
     Example: diminuendo ledger export -o ledger.jsonl
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     _validate.choice("--format", kind, ("jsonl", "dp-accounting"))
     with _watching("exporting") as progress:
         if kind == "jsonl":
@@ -328,10 +335,23 @@ def export(
             if name is None:
                 raise InputError("the name of a budget", name="--budget", value=None)
             events = ledgers.to_dp_accounting(ledger, name)
-            _files.write_text(output, json.dumps(_nested(events)))
+            ledgers.write_private(output, [json.dumps(_dp_accounting_file(ledger, name, events))])
             count = len(events.events)
     facts = {"output": str(output), "format": kind, "records": count}
     print_json(facts) if as_json else print(f"{count} records written to {output}")
+
+
+def _dp_accounting_file(ledger: Ledger, name: str, events: Any) -> dict[str, Any]:
+    """The events, and the δ and the relation without which they say nothing about ε."""
+    budget = ledger.status(name).terms.budget
+    return {
+        "budget": name,
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "relation": budget.relation,
+        "noise_multipliers": "standard deviation / sensitivity under this relation",
+        **_nested(events),
+    }
 
 
 def _nested(event: Any) -> Any:

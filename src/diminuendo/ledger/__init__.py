@@ -4,16 +4,18 @@ from typing import Any
 
 from diminuendo.ledger import renamed
 from diminuendo.ledger.address import default as default_address
-from diminuendo.ledger.book import Grant, Ledger
+from diminuendo.ledger.book import Grant, Ledger, LedgerWarning
 from diminuendo.ledger.exchange import (
     ImportedBudget,
     export,
     granted_events,
     import_file,
     to_dp_accounting,
+    write_private,
 )
 from diminuendo.ledger.identity import identify
-from diminuendo.ledger.rows import Head, Run, Status
+from diminuendo.ledger.records import Head
+from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.terms import Terms
 from diminuendo.ledger.verify import Verification, verify
@@ -24,6 +26,7 @@ __all__ = [
     "ImportedBudget",
     "Ledger",
     "LedgerSpending",
+    "LedgerWarning",
     "Run",
     "Status",
     "Terms",
@@ -35,6 +38,7 @@ __all__ = [
     "import_file",
     "to_dp_accounting",
     "verify",
+    "write_private",
 ]
 
 _RENAMED = {"Verified": Verification, "Imported": ImportedBudget}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -122,6 +123,14 @@ def make_file(path: Path) -> None:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             elif path.is_dir():
                 raise IsADirectoryError(0, "Is a directory")
+            elif path.stat().st_mode & stat.S_IWOTH:
+                raise InputError(
+                    "writable by its owner or group only",
+                    name="the ledger's file",
+                    value=str(path),
+                    remedy="Everybody on this machine can change it, and spend without a record: "
+                    f"chmod o-w {path}",
+                )
     except FileExistsError as error:
         if not path.exists():  # else another process was faster
             raise _unusable(path, error.strerror) from None

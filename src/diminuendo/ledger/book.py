@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -26,16 +25,11 @@ from diminuendo.accounting.filters import best_order
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import address, process, renamed, rows, schema
-from diminuendo.ledger.capacity import (
-    NotEnoughLeft,
-    affordable,
-    noise_factor_to_fit,
-    refund_of,
-    refusal,
-)
-from diminuendo.ledger.records import Record, canonical, pack
-from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Head, Run, Status
+from diminuendo.ledger import address, operations, process, renamed, rows, schema
+from diminuendo.ledger.capacity import NotEnoughLeft, noise_factor_to_fit, refusal
+from diminuendo.ledger.engine import weaknesses
+from diminuendo.ledger.records import Head, Record
+from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.store import Change, Store
 from diminuendo.ledger.terms import Terms, text
 from diminuendo.planning import Plan
@@ -45,10 +39,18 @@ _TYPICAL = GaussianStep(noise_multiplier=1.0, sampling_rate=0.01)
 
 @dataclass(frozen=True)
 class Grant:
-    """What was granted: `steps` steps of the run, the first of them number `first` (from 0)."""
+    """What was granted: `steps` steps of the run, the first of them number `first` (from 0).
+
+    nonce  of the start, if the steps were started with the grant
+    """
 
     first: int
     steps: int
+    nonce: str = ""
+
+
+class LedgerWarning(UserWarning):
+    """A ledger works, with a setting that is weaker than it should be."""
 
 
 class Ledger:
@@ -56,17 +58,37 @@ class Ledger:
 
     patience  how many seconds to wait for a busy or absent database before an error
     create    False refuses to create a ledger that does not exist yet
+    readonly  change nothing, not even the schema version: for who may only read
     """
 
     def __init__(
-        self, url: str | Path | None = None, *, patience: float = 30.0, create: bool = True
+        self,
+        url: str | Path | None = None,
+        *,
+        patience: float = 30.0,
+        create: bool = True,
+        readonly: bool = False,
     ) -> None:
         self.url = address.parse(address.default() if url is None else url)
-        if not create:
+        if not create or readonly:
             address.refuse_absent(self.url)
-        self._store = Store(self.url, patience=_validate.positive("patience", patience))
-        self._store.prepare()
+        self._store = Store(
+            self.url,
+            patience=_validate.positive("patience", patience),
+            create=create and not readonly,
+            readonly=readonly,
+        )
+        try:
+            self._store.prepare()
+        except BaseException:
+            self._store.close()
+            raise
         self._terms: dict[str, Terms] = {}
+        if not readonly:
+            for weakness in self.weaknesses():
+                warnings.warn(
+                    f"The ledger {self.address}: {weakness}.", LedgerWarning, stacklevel=2
+                )
 
     def __repr__(self) -> str:
         return f"Ledger({self._store.display})"
@@ -81,6 +103,23 @@ class Ledger:
         """The last record of the chain: its number and digest, and the ledger's id."""
         row = self._store.read(lambda c: c.execute(select(schema.head)).one())
         return Head(row.ledger, row.seq, row.digest)
+
+    @property
+    def seen(self) -> Head | None:
+        """The highest head that this object has seen; None before the first change."""
+        return self._store.seen
+
+    def expect(self, head: Head) -> None:
+        """Raise LedgerError unless the ledger contains a head that was seen earlier.
+
+        It lacks it if it was restored from an older copy, or if a standby was promoted that had
+        not received everything. From then on every change checks for the head as well.
+        """
+        self._store.expect(head)
+
+    def weaknesses(self) -> list[str]:
+        """Settings of the database server with which acknowledged charges can be lost."""
+        return self._store.read(weaknesses)
 
     def close(self) -> None:
         """Close the connections. Open runs stay open."""
@@ -108,8 +147,8 @@ class Ledger:
     ) -> Status:
         """Create a budget. Repeating the call changes nothing; other terms are refused.
 
-        composition  "gaussian" for full-batch steps, "renyi" where steps are subsampled
-        order        the Rényi order, at least 2; by default the best one for steps like `typical`
+        composition   "gaussian" for full-batch steps, "renyi" where steps are subsampled
+        order         the Rényi order, at least 2; by default the best one for steps like `typical`
         allow_second  allow a second budget for the same data: the two add up to more than either
         """
         if composition == "renyi" and order is None:
@@ -117,30 +156,17 @@ class Ledger:
         terms = Terms(
             name=name, budget=budget, data=data, unit=unit, composition=composition, order=order
         )
-
-        def work(change: Change) -> Record:
-            known = rows.all_terms(change.connection)
-            if name in known:
-                raise _Exists(known[name])
-            rows.refuse_second_budget(known.values(), terms, allow_second)
-            rows.add_budget(change.connection, terms)
-            return change.append(
-                "create", budget=name, body={"terms": terms.to_dict(), "by": process.user_name()}
-            )
-
-        same = _answers("create", budget=name, body={"terms": terms.to_dict()})
+        work = functools.partial(operations.create, terms=terms, allow_second=allow_second)
+        same = operations.answers("create", budget=name, body={"terms": terms.to_dict()})
         try:
             self._store.change(work, token=token, same=same)
-        except _Exists as exists:
-            rows.require_same_terms(exists.terms, terms)
+        except operations.BudgetExists as error:
+            rows.require_same_terms(error.terms, terms)
         return self.status(name)
 
     def budgets(self) -> list[Status]:
         """Every budget with what is spent of it, by name."""
-        found = self._store.read(
-            lambda c: c.execute(select(schema.budgets).order_by(schema.budgets.c.name)).all()
-        )
-        return [rows.status_of(row) for row in found]
+        return self._store.read(rows.all_budgets)
 
     def status(self, name: str) -> Status:
         """A budget and what is spent of it."""
@@ -185,47 +211,20 @@ class Ledger:
         """
         text("label", label, empty=True)
         text("plan", plan, empty=True)
-        opened = {"label": label, "plan": plan, "turn": 0, **process.this_process()}
-
-        def work(change: Change) -> Record:
-            terms = rows.budget_in(change.connection, name).terms
-            rows.refuse_other_data(terms, data)
-            run = uuid.uuid4().hex[:16]
-            self._terms[run] = terms
-            change.connection.execute(
-                schema.runs.insert().values(
-                    id=run,
-                    budget=name,
-                    status=OPEN,
-                    granted=0,
-                    started=0,
-                    confirmed=0,
-                    spent="0",
-                    opened=canonical(opened),
-                )
-            )
-            return change.append("open", budget=name, run=run, body=opened)
-
-        same = _answers("open", budget=name, body={"label": label, "plan": plan})
+        work = functools.partial(operations.open_run, name=name, label=label, plan=plan, data=data)
+        same = operations.answers("open", budget=name, body={"label": label, "plan": plan})
         return self.run(self._store.change(work, token=token, same=same).run)
 
     def resume_run(self, run: str, *, data: str | None = None, token: str | None = None) -> Run:
         """Take an open run over into this process; its `generation` goes up by one.
 
         From then on the process that had it before is refused. Taking over is itself refused
-        while the process that owns the run is known to be alive.
+        while the process that owns the run is known to be alive. Steps before `started` may have
+        been released by it: go on from there.
         """
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
-            rows.refuse_other_data(rows.budget_in(change.connection, before.budget).terms, data)
-            if before.opened["pid"] != os.getpid() and process.is_alive(before.opened):
-                raise _still_alive(before)
-            owner = {**process.this_process(), "turn": before.generation + 1}
-            rows.set_run(change.connection, replace(before, opened={**before.opened, **owner}))
-            return change.append("resume", budget=before.budget, run=run, body=owner)
-
-        record = self._store.change(work, token=token, same=_answers("resume", run=run))
+        work = functools.partial(operations.resume_run, run=run, data=data)
+        same = operations.answers("resume", run=run)
+        record = self._store.change(work, token=token, same=same)
         now = self.run(run)
         return replace(now, opened={**now.opened, "turn": record.body["turn"]})
 
@@ -235,17 +234,9 @@ class Ledger:
 
     def runs(self, name: str | None = None) -> list[Run]:
         """The runs of a budget, or all, in the order in which they were opened."""
-        opened = (
-            select(schema.runs)
-            .join(schema.records, schema.records.c.run == schema.runs.c.id)
-            .where(schema.records.c.kind == "open")
-            .order_by(schema.records.c.seq)
-        )
         if name is not None:
             self.status(name)
-            opened = opened.where(schema.runs.c.budget == name)
-        found = self._store.read(lambda connection: connection.execute(opened).all())
-        return [rows.run_of(row) for row in found]
+        return self._store.read(lambda connection: rows.all_runs(connection, name))
 
     @renamed.arguments(most="partial", turn="generation")
     def grant(
@@ -253,6 +244,7 @@ class Ledger:
         run: str,
         events: Sequence[GaussianStep],
         *,
+        first: int | None = None,
         start: bool = True,
         partial: bool = False,
         confirmed: int | None = None,
@@ -261,6 +253,8 @@ class Ledger:
     ) -> Grant:
         """Charge the events to the run's budget, or raise BudgetRefused and change nothing.
 
+        first       the number (from 0) that the caller expects the first of the steps to have;
+                    refused if the run was granted other steps in the meantime
         start       the steps may be released from now on; False if `start` will say when
         partial     grant as many of the steps, from the first on, as fit
         confirmed   how many of the run's steps are known to have been taken
@@ -270,47 +264,17 @@ class Ledger:
         if not asked or not all(isinstance(event, GaussianStep) for event in asked):
             raise InputError("at least one event (GaussianStep)", name="events", value=asked[:1])
         costs = self._terms_of(run).costs(asked)
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, generation)
-            status = rows.budget_in(change.connection, before.budget)
-            granted_events, cost = affordable(status, asked, costs, partial)
-            steps = sum(event.count for event in granted_events)
-            granted = before.granted + steps
-            rows.set_budget(change.connection, status, status.spent_units + cost)
-            rows.set_run(
-                change.connection,
-                replace(
-                    before,
-                    granted=granted,
-                    started=granted if start else before.started,
-                    confirmed=rows.confirmed_of(before, confirmed),
-                    spent_units=before.spent_units + cost,
-                ),
-            )
-            body = {
-                "events": pack(granted_events),
-                "first": before.granted,
-                "steps": steps,
-                "cost": str(cost),
-                "started": start,
-                "confirmed": rows.confirmed_of(before, confirmed),
-            }
-            return change.append("grant", budget=before.budget, run=run, body=body)
-
-        def same(record: Record) -> bool:
-            given, wanted = list(record.body["events"]), pack(asked)
-            if partial and given:
-                wanted = wanted[: len(given)]
-                wanted[-1][2] = min(wanted[-1][2], given[-1][2])
-            return given == wanted and record.body["started"] is start
-
-        as_before = _answers("grant", run=run, also=same)
+        request = operations.GrantRequest(
+            run, asked, costs, first, start, partial, confirmed, generation
+        )
+        work = functools.partial(operations.grant, request=request)
+        same = operations.answers("grant", run=run, also=request.is_answered_by)
         try:
-            body = self._store.change(work, token=token, same=as_before).body
-        except NotEnoughLeft as no:
-            raise BudgetRefused(refusal(no.status, asked, sum(costs))) from None
-        return Grant(int(body["first"]), int(body["steps"]))
+            record = self._store.change(work, token=token, same=same)
+        except NotEnoughLeft as error:
+            raise BudgetRefused(refusal(error.status, asked, sum(costs))) from None
+        nonce = record.token if start else ""
+        return Grant(int(record.body["first"]), int(record.body["steps"]), nonce)
 
     def _terms_of(self, run: str) -> Terms:
         """Terms never change, so that prices are computed before the head is locked."""
@@ -326,27 +290,27 @@ class Ledger:
         run: str,
         upto: int,
         *,
+        previous: str | None = None,
         confirmed: int | None = None,
         generation: int | None = None,
         token: str | None = None,
-    ) -> None:
-        """Record durably that the run's granted steps before number `upto` may be released."""
-        upto = _validate.count("upto", upto, at_least=0)
+    ) -> str:
+        """Record durably that the run's granted steps before number `upto` may be released.
 
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, generation)
-            if not before.started <= upto <= before.granted:
-                raise InputError(
-                    f"from {before.started} to {before.granted}, what was granted",
-                    name="upto",
-                    value=upto,
-                )
-            now = replace(before, started=upto, confirmed=rows.confirmed_of(before, confirmed))
-            rows.set_run(change.connection, now)
-            body = {"upto": upto, "confirmed": now.confirmed}
-            return change.append("start", budget=before.budget, run=run, body=body)
-
-        self._store.change(work, token=token, same=_answers("start", run=run, body={"upto": upto}))
+        previous  the nonce of the run's last start as the caller knows it; refused if another
+                  process has started steps since
+        Returns the nonce of this start, which is the run's `nonce` until the next one.
+        """
+        work = functools.partial(
+            operations.start,
+            run=run,
+            upto=_validate.count("upto", upto, at_least=0),
+            previous=previous,
+            confirmed=confirmed,
+            generation=generation,
+        )
+        same = operations.answers("start", run=run, body={"upto": upto})
+        return self._store.change(work, token=token, same=same).token
 
     @renamed.arguments(turn="generation")
     def close_run(
@@ -359,42 +323,42 @@ class Ledger:
         token: str | None = None,
     ) -> Run:
         """End a run cleanly: `used` steps were taken; the cost of the others is given back."""
-        used = _validate.count("used", used, at_least=0)
-        text("reason", reason)
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, generation)
-            if not before.confirmed <= used <= before.started:
-                raise InputError(
-                    f"from {before.confirmed} (confirmed) to {before.started} (started)",
-                    name="used",
-                    value=used,
-                )
-            return self._return(change, before, used, CLOSED, "close", {"reason": reason})
-
-        self._store.change(work, token=token, same=_answers("close", run=run, body={"used": used}))
+        work = functools.partial(
+            operations.close_run,
+            run=run,
+            used=_validate.count("used", used, at_least=0),
+            reason=text("reason", reason),
+            generation=generation,
+        )
+        same = operations.answers("close", run=run, body={"used": used})
+        self._store.change(work, token=token, same=same)
         return self.run(run)
 
     def reclaim(
-        self, run: str, *, by: str = "", unreleased: bool = False, token: str | None = None
+        self,
+        run: str,
+        *,
+        by: str = "",
+        unreleased: bool = False,
+        dead: bool = False,
+        token: str | None = None,
     ) -> Run:
         """End the run of a process that died, and give back the cost of what it never released.
 
-        The caller asserts that the process is dead; the assertion and the name `by` are recorded.
-        Steps after `started` were then never released. With `unreleased` the caller also asserts
-        that nobody has seen any result of the steps after `confirmed`.
+        dead        the caller asserts that the process is dead, which is needed where this machine
+                    cannot tell: after a reboot, on another host, in another container
+        unreleased  the caller also asserts that nobody has seen any result of the steps after
+                    `confirmed`
+        by          who asserts it; recorded with the assertion
+
+        Refused while the process is known to be alive. Steps after `started` were never released.
         """
         person = text("by", by or process.user_name())
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
-            if process.is_alive(before.opened):
-                raise _still_alive(before)
-            used = before.confirmed if unreleased else before.started
-            assertion = {"by": person, "assumed": process.reclaim_assumption(before, unreleased)}
-            return self._return(change, before, used, RECLAIMED, "reclaim", assertion)
-
-        self._store.change(work, token=token, same=_answers("reclaim", run=run))
+        work = functools.partial(
+            operations.reclaim, run=run, by=person, unreleased=unreleased, dead=dead
+        )
+        same = operations.answers("reclaim", run=run)
+        self._store.change(work, token=token, same=same)
         return self.run(run)
 
     def release(
@@ -403,34 +367,6 @@ class Ledger:
         """Deprecated name of `reclaim`."""
         renamed.warn("Ledger.release", "Ledger.reclaim")
         return self.reclaim(run, by=by, unreleased=unreleased, token=token)
-
-    def _return(
-        self,
-        change: Change,
-        before: Run,
-        used: int,
-        status: str,
-        kind: str,
-        details: Mapping[str, Any],
-    ) -> Record:
-        """End a run and give back the cost of its steps from number `used` on."""
-        terms_and_spent = rows.budget_in(change.connection, before.budget)
-        returned = 0
-        for grant in rows.grants_of(change.connection, before.id):
-            if grant.body["first"] + grant.body["steps"] <= used:
-                break
-            returned += refund_of(terms_and_spent.terms, grant.body, used)
-        rows.set_budget(change.connection, terms_and_spent, terms_and_spent.spent_units - returned)
-        now = replace(
-            before,
-            status=status,
-            started=used,
-            confirmed=used if kind == "close" else before.confirmed,
-            spent_units=before.spent_units - returned,
-        )
-        rows.set_run(change.connection, now)
-        body = {"used": used, "returned": str(returned), **details}
-        return change.append(kind, budget=before.budget, run=before.id, body=body)
 
     @renamed.arguments(most="partial")
     def charge(
@@ -477,42 +413,5 @@ class Ledger:
         return self._store.change(work)
 
 
-def _answers(
-    kind: str,
-    *,
-    budget: str | None = None,
-    run: str | None = None,
-    body: Mapping[str, Any] | None = None,
-    also: Callable[[Record], bool] = lambda _: True,
-) -> Callable[[Record], bool]:
-    """A test whether a record is the answer to this request."""
-    told = json.loads(canonical(body or {}))
-
-    def same(record: Record) -> bool:
-        return (
-            record.kind == kind
-            and budget in (None, record.budget)
-            and run in (None, record.run)
-            and all(record.body[name] == value for name, value in told.items())
-            and also(record)
-        )
-
-    return same
-
-
-def _still_alive(run: Run) -> InputError:
-    return InputError(
-        "dead",
-        name=f"the process of run {run.id}",
-        value=f"process {run.opened['pid']}, which is alive on this machine",
-        remedy="Stop it first. A run that ends by itself gives back what it did not use.",
-    )
-
-
 def _all(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:
     return connection.execute(query).all()
-
-
-class _Exists(Exception):
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms

@@ -1,10 +1,15 @@
-"""Which user and process opened a run, and whether that process is still alive."""
+"""Which user and process opened a run, and whether that process is still alive.
+
+A process id means something only within one PID namespace (a container has its own) and since one
+boot of one kernel. Both are recorded with it; elsewhere it cannot be told whether it is alive.
+"""
 
 from __future__ import annotations
 
 import getpass
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,30 @@ def user_name() -> str:
 def this_process() -> dict[str, Any]:
     """The user and the process that run this code, as a record keeps them."""
     pid = os.getpid()
-    return {"by": user_name(), "host": platform.node(), "pid": pid, "born": start_time(pid)}
+    return {
+        "by": user_name(),
+        "host": platform.node(),
+        "pid": pid,
+        "born": start_time(pid),
+        "boot": _boot(),
+        "namespace": _namespace(),
+    }
+
+
+def _boot() -> str:
+    """An id that is new with every boot of the kernel; empty if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    """The PID namespace of this process; empty on systems without them."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def start_time(pid: int) -> str:
@@ -36,11 +64,14 @@ def start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def is_alive(opened: Mapping[str, Any]) -> bool:
-    """Whether the process that owns a run is known to be alive (only on the same machine)."""
+def is_alive(opened: Mapping[str, Any]) -> bool | None:
+    """Whether the process that owns a run is alive; None if that cannot be told from here."""
+    here = {"host": platform.node(), "boot": _boot(), "namespace": _namespace()}
+    if any(opened.get(name) != value for name, value in here.items()):
+        return None
+    if sys.platform == "linux" and not (here["boot"] and here["namespace"]):
+        return None
     pid = int(opened["pid"])
-    if opened["host"] != platform.node():
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

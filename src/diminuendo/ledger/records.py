@@ -17,9 +17,24 @@ from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
 START = "sha256:" + "0" * 64
-"""The digest that the first record follows."""
+"""The digest that the first record of a version 1 ledger follows; see `start_of`."""
 
-KINDS = ("create", "open", "resume", "grant", "start", "close", "reclaim", "import")
+
+@dataclass(frozen=True)
+class Head:
+    """The last record of the chain. Cite it, and `verify` can check later that it was there."""
+
+    ledger: str
+    seq: int
+    digest: str
+
+
+def start_of(ledger: str) -> str:
+    """The digest that the first record of a ledger follows: the ledger's id is in the chain."""
+    return "sha256:" + hashlib.sha256(f"diminuendo ledger {ledger}".encode()).hexdigest()
+
+
+KINDS = ("create", "open", "resume", "grant", "start", "close", "reclaim", "import", "upgrade")
 """What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 
 
@@ -43,6 +58,7 @@ class Record:
     body: Mapping[str, Any]
     previous: str
     digest: str
+    signature: str = ""
 
     @classmethod
     def link(
@@ -57,6 +73,7 @@ class Record:
         body: Mapping[str, Any],
         previous: str,
     ) -> Record:
+        """The record that follows the one whose digest is `previous`."""
         digest = digest_of(seq, at, kind, budget, run, token, canonical(body), previous)
         return cls(
             seq=seq,
@@ -71,6 +88,8 @@ class Record:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values; the signature only if there is one."""
+        signature = {"signature": self.signature} if self.signature else {}
         return {
             "seq": self.seq,
             "at": self.at,
@@ -81,6 +100,7 @@ class Record:
             "body": self.body,
             "previous": self.previous,
             "digest": self.digest,
+            **signature,
         }
 
 
@@ -98,6 +118,7 @@ def pack(events: Sequence[GaussianStep]) -> list[list[float | int]]:
 
 
 def unpack(rows: Any) -> list[GaussianStep]:
+    """The events that `pack` wrote, checked."""
     try:
         return [
             GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)

@@ -9,7 +9,7 @@ from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
 from diminuendo.ledger.capacity import refund_of
-from diminuendo.ledger.records import START, canonical, digest_of, unpack
+from diminuendo.ledger.records import START, canonical, digest_of, start_of, unpack
 from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, RELEASED
 from diminuendo.ledger.terms import Terms
 
@@ -28,6 +28,7 @@ class Account:
     started: int = 0
     confirmed: int = 0
     spent: int = 0
+    nonce: str = ""
     grants: list[Mapping[str, Any]] = field(default_factory=list)
 
     def drop_confirmed_grants(self) -> None:
@@ -39,8 +40,9 @@ class Account:
 class Replay:
     """Adds up records in order, and raises LedgerError at the first bad one."""
 
-    def __init__(self) -> None:
-        self.seq, self.digest = 0, START
+    def __init__(self, ledger: str) -> None:
+        self.ledger = ledger
+        self.seq, self.digest = 0, start_of(ledger)
         self.terms: dict[str, Terms] = {}
         self.spent: dict[str, int] = {}
         self.steps: dict[str, int] = {}
@@ -69,19 +71,22 @@ class Replay:
             )
         except (ValueError, RecursionError) as error:
             raise LedgerError(f"{named} is not a record: {type(error).__name__}.") from None
-        if row["previous"] != self.digest:
+        first = self.seq == 0 and row["previous"] == START
+        if row["previous"] != self.digest and not first:
             raise LedgerError(f"The chain breaks before {where}: it does not follow the last one.")
         if digest != row["digest"]:
             raise LedgerError(f"{named} was changed: its digest does not match.")
         try:
-            self._apply(row["kind"], row["budget"], row["run"], _parsed(row["body"]))
+            content = _parsed(row["body"])
+            self._apply(row["kind"], row["budget"], row["run"], row["token"], content)
+            self._compare_sums(row["budget"], row["run"], content.get("after"))
         except LedgerError as error:
             raise LedgerError(f"{named} is wrong: {error}") from None
         except (DiminuendoError, KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"{named} makes no sense: {error}") from None
         self.seq, self.digest = row["seq"], digest
 
-    def _apply(self, kind: str, budget: str, run: str, body: Mapping[str, Any]) -> None:
+    def _apply(self, kind: str, budget: str, run: str, token: str, body: Mapping[str, Any]) -> None:
         if kind == "create":
             _require(budget not in self.terms, "its budget was created before")
             self._create(budget, Terms.from_dict(body["terms"]))
@@ -91,9 +96,12 @@ class Replay:
             self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
             _require(int(body["steps"]) >= 0, "its steps are negative")
             self.steps[budget] += int(body["steps"])
+        elif kind == "upgrade":
+            _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
-            self.runs[run] = Account(budget, dict(body))
+            opened = {name: value for name, value in body.items() if name != "after"}
+            self.runs[run] = Account(budget, opened)
         else:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
@@ -105,6 +113,20 @@ class Replay:
                 "reclaim": self._end,
                 "release": self._end,
             }[kind](kind, account, body)
+            if kind == "start" or (kind == "grant" and body["started"]):
+                account.nonce = token
+
+    def _compare_sums(self, budget: str, run: str, stated: Mapping[str, Any] | None) -> None:
+        """What a record says of the sums after it must be what the records add up to."""
+        if stated is None:
+            return
+        if "spent" in stated:
+            _require(int(stated["spent"]) == self.spent[budget], "it states another sum")
+        if "run" in stated:
+            a = self.runs[run]
+            sums = [a.status, a.granted, a.started, a.confirmed, str(a.spent), a.opened["turn"],
+                    a.nonce]  # fmt: skip
+            _require(stated["run"] == sums, "it states other counts of its run")
 
     def _create(self, name: str, terms: Terms) -> None:
         _require(terms.name == name, "its terms are of another budget")
@@ -119,7 +141,7 @@ class Replay:
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
         _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
-        account.opened.update(body)
+        account.opened.update({name: value for name, value in body.items() if name != "after"})
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind

@@ -13,8 +13,8 @@ from diminuendo.errors import LedgerError
 from diminuendo.ledger import schema
 from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.identity import Progress, silent
+from diminuendo.ledger.records import Head
 from diminuendo.ledger.replay import Replay
-from diminuendo.ledger.rows import Head
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def verify(
             connection.execute(select(schema.runs)).all(),
         )
     )
-    replay, missing = Replay(), set(cited)
+    replay, missing = Replay(head.ledger), set(cited)
     for row in ledger.raw_records(upto=head.seq):
         replay.feed(row)
         missing.discard(replay.digest)
@@ -77,9 +77,9 @@ def verify(
 
 
 def _compare_budgets(rows: Iterable[Any], replay: Replay) -> None:
-    table = {row.name: (json.loads(row.terms), int(row.spent)) for row in rows}
+    table = {row.name: (_json(row.terms), _number(row.spent), row.data) for row in rows}
     replayed = {
-        name: (json.loads(json.dumps(terms.to_dict())), replay.spent[name])
+        name: (_json(json.dumps(terms.to_dict())), replay.spent[name], terms.data or "")
         for name, terms in replay.terms.items()
     }
     _compare("budget", table, replayed)
@@ -87,12 +87,12 @@ def _compare_budgets(rows: Iterable[Any], replay: Replay) -> None:
 
 def _compare_runs(rows: Iterable[Any], replay: Replay) -> None:
     table = {
-        row.id: (row.budget, row.status, row.granted, row.started, row.confirmed, int(row.spent),
-                 json.loads(row.opened))
+        row.id: (row.budget, row.status, row.granted, row.started, row.confirmed,
+                 _number(row.spent), _json(row.opened), row.nonce)
         for row in rows
     }  # fmt: skip
     replayed = {
-        run: (a.budget, a.status, a.granted, a.started, a.confirmed, a.spent, a.opened)
+        run: (a.budget, a.status, a.granted, a.started, a.confirmed, a.spent, a.opened, a.nonce)
         for run, a in replay.runs.items()
     }
     _compare("run", table, replayed)
@@ -106,3 +106,18 @@ def _compare(what: str, table: dict[str, tuple], replayed: dict[str, tuple]) -> 
                 f"{table.get(name, 'nothing')}, the records come to "
                 f"{replayed.get(name, 'nothing')}."
             )
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON cell; the text itself if it is damaged, which agrees with no record."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _number(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text
