@@ -71,7 +71,9 @@ def _budget_facts(status: Status) -> dict[str, Any]:
     return {
         **status.terms.to_dict(),
         "spent": status.spent,
-        "epsilon_spent": status.epsilon,
+        "epsilon_charged": status.epsilon,
+        "epsilon_certified": status.terms.budget.epsilon if status.spent_units else 0.0,
+        "epsilon_odometer": status.odometer,
         "epsilon_left": 0.0 if left is None else left.epsilon,
     }
 
@@ -110,7 +112,7 @@ def _row(status: Status) -> list[str]:
     ]
 
 
-_COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "ε spent", "ε left", ""]
+_COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "charged ≙ ε", "ε left", ""]
 
 
 def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> None:
@@ -118,6 +120,13 @@ def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> 
         print_json(_budget_facts(status))
         return
     print_table(f"{words} ({ledger.address})", _COLUMNS, [_row(status)])
+    budget = status.terms.budget
+    print(
+        f"Certified whatever was released and whenever a run stops: ε = {budget.epsilon:g} at "
+        f"δ = {budget.delta:g} ({budget.relation}), the limit. At this very moment, however it was "
+        f"chosen: ε = {rounded_up(status.odometer)}. What was charged is ε = "
+        f"{rounded_up(status.epsilon)} only if that amount had been fixed in advance."
+    )
 
 
 @app.command("create")

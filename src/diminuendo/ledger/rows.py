@@ -46,8 +46,16 @@ class Status:
 
     @property
     def epsilon(self) -> float:
-        """ε of what was charged, as if its amount had been fixed in advance; see `Terms`."""
+        """ε of what was charged if the amount had been fixed in advance: no certified claim.
+
+        Certified are the limit, `terms.budget.epsilon`, and `odometer`; see `Terms.epsilon_spent`.
+        """
         return self.terms.epsilon_spent(self.spent_units)
+
+    @property
+    def odometer(self) -> float:
+        """ε that is certified at this moment, however it was chosen; see `Terms.odometer`."""
+        return self.terms.odometer(self.spent_units)
 
     @property
     def left(self) -> Budget | None:

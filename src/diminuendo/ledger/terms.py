@@ -20,6 +20,7 @@ from diminuendo.events import GaussianStep
 
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
+_ODOMETER_ORDERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +113,12 @@ class Terms:
         return replace(self.budget, epsilon=epsilon)
 
     def epsilon_spent(self, spent: int) -> float:
-        """A certified ε of everything charged so far, at the budget's δ and relation.
+        """ε of what was charged, at the budget's δ, as if the amount had been fixed in advance.
 
-        Within the limit it is at most the budget's: that is what the filter guarantees.
+        This is *not* a certified claim about a run that stopped, or was looked at, because of what
+        it had released: with such a rule the privacy loss exceeds it far more often than δ allows.
+        Certified are the limit (the budget's ε, whatever rule was followed) and `odometer`.
+        Within the limit it is at most the budget's ε.
         """
         if spent <= 0:
             return 0.0
@@ -127,6 +131,27 @@ class Terms:
             margin = 1e-12 * divergence + 1e-14 * (1 + abs(offset))
             epsilon = max(divergence + offset + margin, 0.0)
         return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
+
+    def odometer(self, spent: int) -> float:
+        """ε that holds at every moment at once, also at one chosen by what was released before.
+
+        Formal guarantee: with probability 1 − δ, the privacy loss never exceeds this value at any
+        step, whatever rule picks the steps and the moment to stop. For λ > 0 and charges with Rényi
+        divergence D at order 1 + λ, exp(λ (loss − D)) is a supermartingale that starts at 1, and so
+        (Ville's inequality) loss < D + ln(1/δ)/λ at all times with probability 1 − δ. The orders
+        are fixed by the terms: the budget's own, or for "gaussian" eight that share δ. Compare
+        Rogers and others (2016) and Whitehouse and others (2023). It is larger than
+        `epsilon_spent`, and near the limit larger than the budget's ε, which is then the better
+        claim.
+        """
+        if spent <= 0:
+            return 0.0
+        charged, delta = float(Fraction(spent, UNIT)) * (1 + 1e-12), self.budget.delta
+        if self.order is not None:
+            return (charged - math.log(delta) / (self.order - 1)) * (1 + 1e-12)
+        whole, each = float(Fraction(self.limit, UNIT)), math.log(_ODOMETER_ORDERS / delta)
+        powers = [math.sqrt(2 * each / whole) * 2.0**j for j in range(_ODOMETER_ORDERS)]
+        return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
 
     def to_dict(self) -> dict[str, Any]:
         """The terms as JSON values."""
