@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test bench format picture clean
+.PHONY: setup demo test bench docs format picture clean
 
 setup: .venv/.ready
 
@@ -25,8 +25,17 @@ bench: setup
 	$(BIN)/python benchmarks/accounting.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/ledger.py
-	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/repeats.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/replicas.py
 	$(BIN)/pytest -n auto -m slow
+
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -36,4 +45,4 @@ picture: setup
 	$(BIN)/python examples/picture.py
 
 clean:
-	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

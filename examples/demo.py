@@ -1,9 +1,9 @@
-"""The main job on embedded data: ledger, tuning, plan, two runs, and a page that says what is true.
+"""The main job on embedded data: ledger, tuning, plan, two runs, and a page about all of it.
 
 1,000 handwritten digits stand for private records. A budget is made for them; schedules are tuned
 on synthetic data of the same public shape, which costs nothing; the paper's network is trained
 once with uniform noise and once with the tuned plan, both paid from the budget; repeats show what
-the plan gains; out/demo/index.html tells all of it.
+the plan gains; out/demo/index.html shows all of it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from torch import nn
 
 import diminuendo as dim
 from diminuendo.cli.options import print_table
-from diminuendo.experiments import Outcome, Replica, data, train
-from diminuendo.experiments.auxiliary import Shape
-from diminuendo.experiments.networks import TwoLayers
-from diminuendo.experiments.statistics import interval, paired
-from diminuendo.experiments.tuning import Chosen, Space
 from diminuendo.ledger import identify, verify
+from diminuendo.paper import data
+from diminuendo.replicas import Outcome, Replica, train
+from diminuendo.replicas.statistics import interval, paired
 from diminuendo.report import figures, html
 from diminuendo.report.figures import Panel, Series
 from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients, Result, fit
+from diminuendo.tuning import FamilyResult, Shape, Space, TwoLayers
 
 EXAMPLES, HIDDEN, CLIP, RATE = 1000, 1000, 4.0, 0.1
 BUDGET = dim.Budget(epsilon=4, delta=1e-8)
@@ -43,7 +42,7 @@ say = Console().print
 class Trained:
     """One private run: its result, and test accuracy on the way."""
 
-    chosen: Chosen
+    chosen: FamilyResult
     result: Result
     steps: list[int]
     accuracy: list[float]
@@ -113,12 +112,12 @@ def main() -> None:
     gains = compare(repeats)
     print_table("Means with 95% intervals; differences are paired", gains[0], gains[1:])
 
-    page = tell(given.out, runs, ledger, gains, digits.source, given.repeats)
-    say(f"{time.monotonic() - begun:.0f} s. The whole story: [bold]{page.resolve()}[/bold]")
+    page = write_page(given.out, runs, ledger, gains, digits.source, given.repeats)
+    say(f"{time.monotonic() - begun:.0f} s. The page: [bold]{page.resolve()}[/bold]")
 
 
-def run(name: str, chosen: Chosen, sample: data.Sample, url: str) -> Trained:
-    """A private run, with noise that nobody can replay, paid by the ledger."""
+def run(name: str, chosen: FamilyResult, sample: data.Sample, url: str) -> Trained:
+    """A private run, with noise that nobody can draw again, charged to the ledger."""
     model = NETWORK()
     x, y = sample.test
     steps: list[int] = []
@@ -158,7 +157,7 @@ def show_spending(ledger: dim.Ledger) -> None:
 
 
 def repeat(
-    families: Mapping[str, Chosen], digits: data.Pool, repeats: int
+    families: Mapping[str, FamilyResult], digits: data.Pool, repeats: int
 ) -> dict[str, list[Outcome]]:
     """The same plans on other draws of the data; seeds are shared, so that runs can be paired."""
     samples = data.draw_many(digits, EXAMPLES, range(1, repeats + 1))
@@ -203,7 +202,7 @@ def compare(repeats: dict[str, list[Outcome]]) -> list[list[str]]:
     return rows
 
 
-def tell(
+def write_page(
     out: Path,
     runs: dict[str, Trained],
     ledger: dim.Ledger,
@@ -247,7 +246,7 @@ def tell(
         ],
     )
     document = html.page(
-        "The same budget, spent evenly and spent well",
+        "The same budget with uniform noise and with a tuned schedule",
         [
             html.Section(
                 "What is claimed",

@@ -1,6 +1,25 @@
-"""Hypothesis without deadlines: timings are never asserted."""
+"""Hypothesis without deadlines, since timings are never asserted, and torch on one thread."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("diminuendo", deadline=None, derandomize=True)
 settings.load_profile("diminuendo")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """For matrices of toy size, several threads wait for each other longer than they compute."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

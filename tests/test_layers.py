@@ -28,13 +28,18 @@ BEFORE["_progress"] = set[str]()
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["replicas"] = {*CORE, "training", "ledger"}
+BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
+BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}
+BEFORE["paper"] = {*BEFORE}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}
 GROUND = {"errors", "_validate", "_files", "_extras", "_progress"}
-LATE = {("planning", "report"), ("spending", "ledger"), ("influence", "experiments")}
-"""Inside a function: `Plan.summary` reaches for its words, `from_ledger` for its URL, and
-`influence.measure` for its runs."""
+FACADE = {"__version__", "_later"}
+"""What any module may take from `diminuendo` itself, the only module that knows all packages."""
+LATE = {("spending", "ledger")}
+"""Inside a function: `from_ledger` imports the ledger."""
 
 
 def room(module: str) -> str:
@@ -71,9 +76,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     assert here in BEFORE, f"{here} has no place in the architecture"
     allowed = (
-        BEFORE[here]
-        | {here, "__version__"}
-        | (GROUND - {here} if here not in GROUND else BEFORE[here])
+        BEFORE[here] | {here, *FACADE} | (GROUND - {here} if here not in GROUND else BEFORE[here])
     )
     for module, top in imports(path):
         if module.startswith("diminuendo"):

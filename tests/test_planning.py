@@ -23,8 +23,7 @@ LARGE = {"examples": 100_000, "parameters": 1000}
 
 
 def test_paper_setting() -> None:
-    with pytest.warns(dim.PlanWarning, match="says nothing here"):
-        plan = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
+    plan = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
     assert plan.steps == 100
     assert BUDGET.R * (1 - 1e-9) <= math.fsum(1 / plan.sigmas**2) <= BUDGET.R
     assert 4 * (1 - 1e-6) <= plan.epsilon <= 4
@@ -271,6 +270,15 @@ def test_steep_influences_are_followed_under_sampling(
         assert np.sum(q * plan.sigmas**2) <= np.sum(q * other**2) * (1 + 1e-3)
 
 
+def test_a_bound_that_says_nothing_is_warned_about_only_where_it_decides() -> None:
+    facts: dict[str, Any] = {"examples": 1000, "parameters": 71010, "clip": 4, "gamma": 0.98}
+    with pytest.warns(dim.PlanWarning, match="at 1 or above it says nothing"):
+        dim.plan(BUDGET, **facts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dim.plan(BUDGET, **facts, steps=100).erub > 1
+
+
 def test_warnings() -> None:
     with pytest.warns(dim.PlanWarning, match="above 1/examples"):
         dim.plan(dim.Budget(epsilon=4, delta=1e-3), examples=10_000, parameters=1, kappa=20)
@@ -346,16 +354,31 @@ def test_plans_at_the_edges_of_budgets(pair: tuple[float, float]) -> None:
     assert np.isfinite(plan.erub)
 
 
-def test_a_louder_plan_keeps_its_shape_and_costs_less() -> None:
+def test_scaling_the_noise_keeps_the_shape_and_costs_less() -> None:
     made = dim.plan(dim.Budget(epsilon=2, delta=1e-5), examples=1000, alpha=1e-4, kappa=10)
-    louder = made.louder(1.5)
-    assert np.array_equal(louder.sigmas, made.sigmas * 1.5)
-    assert louder.epsilon == pytest.approx(dim.epsilon(louder.sigmas, 1e-5), rel=1e-9)
-    assert louder.epsilon < made.epsilon
-    assert louder.erub == pytest.approx(2.25 * made.erub)
-    assert dim.Plan.from_json(louder.to_json()) == louder
+    scaled = made.with_noise_scaled(1.5)
+    assert np.array_equal(scaled.sigmas, made.sigmas * 1.5)
+    assert scaled.epsilon == pytest.approx(dim.epsilon(scaled.sigmas, 1e-5), rel=1e-9)
+    assert scaled.epsilon < made.epsilon
+    assert scaled.erub == pytest.approx(2.25 * made.erub)
+    assert dim.Plan.from_json(scaled.to_json()) == scaled
     with pytest.raises(dim.InputError, match="factor"):
-        made.louder(0.9)
+        made.with_noise_scaled(0.9)
+    with pytest.warns(DeprecationWarning, match="with_noise_scaled"):
+        assert made.louder(1.5) == scaled
+
+
+def test_a_pair_of_numbers_is_a_budget() -> None:
+    pair: Any = (2, 1e-5)
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    assert dim.plan(pair, **LARGE, kappa=20) == dim.plan(budget, **LARGE, kappa=20)
+    assert np.array_equal(dim.calibrate([1, 2], pair), dim.calibrate([1, 2], budget))
+    wrong: tuple[Any, ...] = (2, (2,), "2", None, (2, 1e-5, 3))
+    for value in wrong:
+        with pytest.raises(dim.InputError, match=r"a Budget, or a pair \(epsilon, delta\)"):
+            dim.plan(value, **LARGE, kappa=20)
+        with pytest.raises(dim.InputError, match="a Budget, or a pair"):
+            dim.calibrate([1, 2], value)
 
 
 def test_a_rate_for_each_step() -> None:

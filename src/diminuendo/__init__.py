@@ -1,6 +1,8 @@
 """diminuendo: private gradient descent whose noise fades where it hurts most.
 
-Names are loaded when first used, so that `import diminuendo` costs nothing.
+Names are loaded when they are first used, so that `import diminuendo` costs nothing. This module is
+the only one that knows all the others: `_HOMES` says where each public name lives, and `_LATER`
+which names a package offers although they live in a package that builds on it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
         UsageError,
     )
     from diminuendo.events import GaussianStep
-    from diminuendo.experiments.tuning import tune
     from diminuendo.ledger import Ledger
     from diminuendo.planning import Plan, PlanWarning, plan
+    from diminuendo.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -46,9 +48,12 @@ _HOMES = {
     "delta": "accounting.account",
     "epsilon": "accounting.account",
     "plan": "planning",
-    "tune": "experiments.tuning",
+    "tune": "tuning",
 }
 _MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
+_LATER = {
+    "diminuendo.influence": {"measure": "measuring", "spectrum_of": "measuring"},
+}
 
 __all__ = [
     "Budget",
@@ -84,6 +89,14 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'diminuendo' has no attribute {name!r}")
+
+
+def _later(package: str, name: str) -> Any:
+    """A name that `package` offers from a package that builds on it, or an AttributeError."""
+    home = _LATER.get(package, {}).get(name)
+    if home is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"diminuendo.{home}"), name)
 
 
 def __dir__() -> list[str]:

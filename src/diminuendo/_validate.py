@@ -1,4 +1,4 @@
-"""Checks at the door: each returns the value in its working type, or raises InputError."""
+"""Checks of arguments: each returns the value in its working type, or raises an InputError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def real(
     at_most: float = math.inf,
     remedy: str = "",
 ) -> float:
-    """A finite float inside (above, below) and [at_least, at_most]."""
+    """The value as a finite float inside (above, below) and [at_least, at_most]."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -47,6 +47,7 @@ def real(
 
 
 def positive(name: str, value: Any, *, remedy: str = "") -> float:
+    """The value as a finite float above 0."""
     return real(name, value, above=0, remedy=remedy)
 
 
@@ -56,7 +57,7 @@ LARGEST_COUNT = 10**15
 def count(
     name: str, value: Any, *, at_least: int = 1, at_most: int = LARGEST_COUNT, remedy: str = ""
 ) -> int:
-    """A whole number, not a bool and not a float that happens to be whole."""
+    """The value as an int within the limits; bools and floats, even whole ones, are refused."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -64,7 +65,7 @@ def count(
     except TypeError:
         number = at_least - 1
     if not at_least <= number <= at_most:
-        limit = f" and at most {at_most:.0e}" if number > at_most else ""
+        limit = f" and at most {at_most:,}" if number > at_most else ""
         raise InputError(
             f"a whole number of at least {at_least}{limit}", name=name, value=value, remedy=remedy
         )
@@ -72,16 +73,19 @@ def count(
 
 
 def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str = "") -> Vector:
-    """A non-empty one-dimensional float64 array of finite (and, by default, positive) numbers."""
+    """The values as a non-empty one-dimensional float64 array of finite positive numbers.
+
+    With `positive=False` zeros are allowed too. The array is a copy.
+    """
     kind = "positive" if positive else "nonnegative"
     expected = f"a non-empty list of finite {kind} numbers"
     try:
-        given = np.ma.asarray(values) if np.ma.isMaskedArray(values) else np.asarray(values)
-        if given.dtype.kind not in "iufO" or np.ma.is_masked(given):
+        raw = np.ma.asarray(values) if np.ma.isMaskedArray(values) else np.asarray(values)
+        if raw.dtype.kind not in "iufO" or np.ma.is_masked(raw):
             raise TypeError
-        if given.dtype.kind == "O" and any(isinstance(v, (str, bool)) for v in given.flat):
+        if raw.dtype.kind == "O" and any(isinstance(v, (str, bool)) for v in raw.flat):
             raise TypeError
-        array = np.array(given, dtype=np.float64)
+        array = np.array(raw, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         raise InputError(expected, name=name, value=values, remedy=remedy) from None
     if array.ndim != 1 or array.size == 0:
@@ -96,13 +100,15 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
 
 
 def choice(name: str, value: Any, options: Iterable[str], *, remedy: str = "") -> str:
-    known = list(options)
-    if value not in known:
-        raise InputError(f"one of {', '.join(known)}", name=name, value=value, remedy=remedy)
+    """The value, if it is one of the options."""
+    allowed = list(options)
+    if value not in allowed:
+        raise InputError(f"one of {', '.join(allowed)}", name=name, value=value, remedy=remedy)
     return str(value)
 
 
 def same_length(name: str, one: Vector, other_name: str, other: Vector, remedy: str = "") -> None:
+    """Refuse two vectors of different lengths; returns nothing."""
     if one.size != other.size:
         raise InputError(
             f"as long as {other_name} ({other.size})",

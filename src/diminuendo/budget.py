@@ -157,7 +157,7 @@ def _effective_mu(R: float, relation: str) -> float:
     _validate.choice("relation", relation, SENSITIVITY)
     return SENSITIVITY[relation] * math.sqrt(
         _validate.real(
-            "R", R, at_least=0, at_most=1e8, remedy="That much noise-free cost has no ε."
+            "R", R, at_least=0, at_most=1e8, remedy="So little noise has no finite ε worth stating."
         )
     )
 
@@ -169,7 +169,7 @@ def epsilon_of(
     relation: Relation = "add-remove",
     conversion: Conversion = "exact",
 ) -> float:
-    """An upper bound on ε at δ for any Gaussian schedule with Σ_t 1/σ_t² = R."""
+    """An upper bound on ε ≥ 0 at δ for any full-batch Gaussian schedule with Σ_t 1/σ_t² = R."""
     delta = _check_delta(delta)
     _validate.choice("conversion", conversion, CONVERSIONS)
     mu = _effective_mu(R, relation)
@@ -183,7 +183,7 @@ def delta_of(
     relation: Relation = "add-remove",
     conversion: Conversion = "exact",
 ) -> float:
-    """An upper bound on δ at ε for any Gaussian schedule with Σ_t 1/σ_t² = R."""
+    """An upper bound on δ in [0, 1] at ε for any full-batch schedule with Σ_t 1/σ_t² = R."""
     epsilon = _validate.real("epsilon", epsilon, at_least=0)
     _validate.choice("conversion", conversion, CONVERSIONS)
     mu = _effective_mu(R, relation)
@@ -194,11 +194,14 @@ def delta_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(ε, δ) for a stated neighbouring relation, and how it converts to Gaussian noise.
+    """A privacy budget (ε, δ) for a neighbouring relation, and how it converts to Gaussian noise.
 
-    relation: "add-remove" (one example is there or zeroed out, the divisor stays public) or
-    "replace-one". conversion: "exact" (Gaussian differential privacy, no loss), "zcdp" (the
-    paper's) or "zcdp-tight".
+    epsilon       ε > 0
+    delta         δ in (0, 1), well below 1/examples
+    relation      "add-remove" (one example is there or zeroed out, the divisor stays public) or
+                  "replace-one"
+    conversion    "exact" (Gaussian differential privacy, no loss), "zcdp" (the paper's) or
+                  "zcdp-tight"
     """
 
     epsilon: float
@@ -272,3 +275,17 @@ class Budget:
     def epsilon_of(self, R: float) -> float:
         """An upper bound on ε of a schedule with Σ_t 1/σ_t² = R, by this budget's terms."""
         return epsilon_of(R, delta=self.delta, relation=self.relation, conversion=self.conversion)
+
+
+def as_budget(value: object) -> Budget:
+    """The Budget itself, or the one that a pair (ε, δ) of numbers describes (add-remove, exact)."""
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return Budget(epsilon=value[0], delta=value[1])
+    raise InputError(
+        "a Budget, or a pair (epsilon, delta)",
+        name="budget",
+        value=value,
+        remedy="For example dim.Budget(epsilon=2, delta=1e-5).",
+    )

@@ -59,7 +59,7 @@ class UsageError(DiminuendoError, RuntimeError):
     """A call at the wrong moment: too early, twice, after the end, or from another process.
 
     The message is a plain sentence that says what happened and what to do instead, e.g.
-    "This run is closed. Open a new one with ledger.open(…)."
+    "This run has ended. Start a new one."
     """
 
 

@@ -39,11 +39,13 @@ _TYPES: Mapping[str, type[GaussianStep]] = {"gaussian-step": GaussianStep}
 
 
 def to_dict(event: GaussianStep) -> dict[str, Any]:
+    """The event as JSON values: its type's name and its fields."""
     name = next(name for name, kind in _TYPES.items() if kind is type(event))
     return {"type": name, **asdict(event)}
 
 
 def from_dict(data: Mapping[str, Any]) -> GaussianStep:
+    """The event that `to_dict` wrote; unknown types and fields raise InputError."""
     fields = dict(data)
     kind = _TYPES[_validate.choice("event type", fields.pop("type", None), _TYPES)]
     known = kind.__dataclass_fields__
@@ -51,7 +53,7 @@ def from_dict(data: Mapping[str, Any]) -> GaussianStep:
         if name not in known:
             raise InputError(f"one of {', '.join(known)}", name="event field", value=name)
     if "noise_multiplier" not in fields:
-        raise InputError("there", name="noise_multiplier of an event", value=None)
+        raise InputError("given", name="noise_multiplier of an event", value=None)
     return kind(**fields)
 
 

@@ -102,6 +102,24 @@ def test_account_reads_lists_tables_and_plans(
     assert data["running"] == sorted(data["running"])
 
 
+def test_account_takes_the_rate_of_what_will_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another rate than the plan's would print an ε that no run has."""
+    plan, table = tmp_path / "plan.json", tmp_path / "s.json"
+    assert main([*PLAN, "--steps", "30", "-o", str(plan)]) == 0
+    table.write_text('{"sigmas": [3, 2, 1.5], "sampling_rate": 0.2}')
+    capsys.readouterr()
+    for path, own in ((plan, "1.0"), (table, "0.2")):
+        base = ["account", "--delta", "1e-8", "--sigmas", str(path), "--json", "--sampling-rate"]
+        assert main([*base, "0.5"]) == 2
+        error = capsys.readouterr().err
+        assert f"has its own ({own})" in error
+        assert "0.5" in error
+        assert main([*base, own]) == 0
+        capsys.readouterr()
+
+
 def test_account_draws_the_running_curve(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

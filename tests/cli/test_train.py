@@ -70,7 +70,7 @@ def test_a_run_from_a_file(run_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Not covered" in report
     for name in ("result.json", "report.md", "events.json"):
         assert "loss" not in (out / name).read_text().replace("final loss", "").replace(
-            "Of the loss is known", ""
+            "about the loss", ""
         )
 
 

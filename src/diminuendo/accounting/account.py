@@ -52,6 +52,7 @@ class Releases(NamedTuple):
 
     @property
     def full_batch(self) -> bool:
+        """Whether every step has sampling rate 1."""
         return bool((self.rates == 1).all())
 
     @property
@@ -137,7 +138,7 @@ def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
             "at most 1",
             name="sampling_rate",
             value=float(rates.max()),
-            remedy="It is a probability: expected batch size over examples.",
+            remedy="It is a probability: expected batch size divided by number of examples.",
         )
     if not alone and rates.size != steps:
         raise InputError(
@@ -149,6 +150,7 @@ def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
 
 
 def check_delta(delta: float) -> float:
+    """δ as a float in (0, 1), or InputError."""
     return _validate.real("delta", delta, above=0, below=1)
 
 
@@ -159,7 +161,16 @@ def epsilon(
     *,
     relation: Relation = "add-remove",
 ) -> float:
-    """An upper bound on ε at δ for Gaussian steps with these noise multipliers."""
+    """An upper bound on ε at δ for Gaussian steps with these noise multipliers.
+
+    sigmas          one noise multiplier for each step: noise deviation over clip norm, positive
+    delta           δ in (0, 1)
+    sampling_rate   Poisson sampling rate in (0, 1], one for all steps or one for each; 1 is the
+                    full batch
+    relation        "add-remove" or "replace-one"
+
+    Returns ε ≥ 0, which holds for the whole sequence.
+    """
     _validate.choice("relation", relation, budget.SENSITIVITY)
     return releases(sigmas, sampling_rate).epsilon(check_delta(delta), relation)
 
@@ -171,7 +182,10 @@ def delta(
     *,
     relation: Relation = "add-remove",
 ) -> float:
-    """An upper bound on δ at ε for Gaussian steps with these noise multipliers."""
+    """An upper bound on δ, in [0, 1], at ε ≥ 0 for Gaussian steps with these noise multipliers.
+
+    The other arguments are those of `epsilon`.
+    """
     epsilon = _validate.real("epsilon", epsilon, at_least=0)
     _validate.choice("relation", relation, budget.SENSITIVITY)
     steps = releases(sigmas, sampling_rate)
@@ -187,7 +201,7 @@ def delta(
 
 
 def bracket(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Bracket:
-    """Bounds on both sides of the smallest ε at δ, for add-remove neighbours."""
+    """Certified lower and upper bounds on the smallest ε at δ, for add-remove neighbours."""
     return releases(sigmas, sampling_rate).bracket(check_delta(delta))
 
 

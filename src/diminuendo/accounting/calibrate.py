@@ -17,7 +17,7 @@ from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian
 from diminuendo.accounting.account import Releases, check_rates, epsilon
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
 
 _TOLERANCE = 5e-5
@@ -26,13 +26,19 @@ _MOST_STEPS = 10**9
 _LEAST_RATE = 1e-9
 
 
-def calibrate(shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0) -> Vector:
-    """σ = c·shape with ε(σ) ≤ budget.epsilon, and within 1e-4 of it (relative).
+def calibrate(
+    shape: ArrayLike, budget: Budget | tuple[float, float], sampling_rate: ArrayLike = 1.0
+) -> Vector:
+    """Noise multipliers σ = c·shape with ε(σ) ≤ budget.epsilon, and within 1e-4 of it (relative).
+
+    shape           one positive number for each step, in any unit
+    budget          a Budget, or the pair (ε, δ)
+    sampling_rate   Poisson sampling rate in (0, 1], one for all steps or one for each
 
     Full batch: exact, by the budget's own conversion. Subsampled: by bracketing on the certified
     ε; a conversion other than "exact" does not apply there.
     """
-    unit = _validate.vector("shape", shape)
+    unit, budget = _validate.vector("shape", shape), as_budget(budget)
     rates = check_rates(sampling_rate, unit.size)
     if (rates == 1).all():
         return gaussian.scale_onto(unit, budget.R)
@@ -49,15 +55,15 @@ def calibrate(shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0) 
 
 
 def largest_clip_to_noise(
-    shape: ArrayLike, budget: Budget, sampling_rate: ArrayLike = 1.0
+    shape: ArrayLike, budget: Budget | tuple[float, float], sampling_rate: ArrayLike = 1.0
 ) -> float:
-    """The largest clip norm over noise deviation, 1/σ, that any step of this shape may have."""
+    """The largest clip norm over noise standard deviation, 1/σ, of any step of this shape."""
     return 1 / float(np.min(calibrate(shape, budget, sampling_rate)))
 
 
-def largest_sampling_rate(sigmas: ArrayLike, budget: Budget) -> float:
-    """The largest Poisson rate, one for all steps, at which these σ fit the budget."""
-    noise = _validate.vector("sigmas", sigmas)
+def largest_sampling_rate(sigmas: ArrayLike, budget: Budget | tuple[float, float]) -> float:
+    """The largest Poisson rate in (0, 1], one for all steps, at which these σ fit the budget."""
+    noise, budget = _validate.vector("sigmas", sigmas), as_budget(budget)
     _only_exact(budget)
     if epsilon(noise, budget.delta, 1.0, relation=budget.relation) <= budget.epsilon:
         return 1.0
@@ -71,9 +77,11 @@ def largest_sampling_rate(sigmas: ArrayLike, budget: Budget) -> float:
     return math.exp(-root)
 
 
-def most_steps(sigma: float, budget: Budget, sampling_rate: float = 1.0) -> int:
+def most_steps(
+    sigma: float, budget: Budget | tuple[float, float], sampling_rate: float = 1.0
+) -> int:
     """The largest T for which T steps of noise multiplier σ fit the budget."""
-    sigma = _validate.real("sigma", sigma, above=0, at_most=1e12)
+    sigma, budget = _validate.real("sigma", sigma, above=0, at_most=1e12), as_budget(budget)
     rate = float(check_rates(sampling_rate, 1)[0])
     if rate == 1:
         return math.floor(budget.R * sigma**2 * (1 - 1e-12))
@@ -90,7 +98,7 @@ def most_steps(sigma: float, budget: Budget, sampling_rate: float = 1.0) -> int:
         low, high = high, 2 * high
         if high > _MOST_STEPS:
             raise InputError(
-                f"small enough that {_MOST_STEPS:.0e} steps exceed the budget",
+                f"small enough that {_MOST_STEPS:,} steps exceed the budget",
                 name="sigma",
                 value=sigma,
             )

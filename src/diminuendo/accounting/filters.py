@@ -99,14 +99,14 @@ class _Filter(ABC):
                 relation=cast(Relation, state["relation"]),
                 conversion=cast(Conversion, state["conversion"]),
             )
-            made = cls._with_terms(budget, state)
+            restored = cls._with_terms(budget, state)
         except (KeyError, TypeError) as error:
             raise InputError("complete", name="the filter's state", value=str(error)) from None
         spent = str(state.get("spent"))
-        if not (spent.isascii() and spent.isdecimal()) or int(spent) > made.limit:
+        if not (spent.isascii() and spent.isdecimal()) or int(spent) > restored.limit:
             raise InputError("a whole number within the limit", name="spent", value=spent)
-        made._spent = int(spent)
-        return made
+        restored._spent = int(spent)
+        return restored
 
     @classmethod
     @abstractmethod
@@ -122,8 +122,9 @@ class GaussianFilter(_Filter):
         super().__init__(budget, budget.mu**2 * (1 - 1e-15))
 
     def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        """count·(Δ/σ)² of each full-batch event, in units of 2⁻²⁰⁰, rounded up."""
         scale = UNIT * int(self.budget.sensitivity) ** 2
-        found = []
+        prices = []
         for step in steps:
             if step.sampling_rate != 1:
                 raise InputError(
@@ -134,8 +135,8 @@ class GaussianFilter(_Filter):
                     'composition="renyi".',
                 )
             over, under = step.noise_multiplier.as_integer_ratio()
-            found.append(step.count * -(-scale * under**2 // over**2))
-        return found
+            prices.append(step.count * -(-scale * under**2 // over**2))
+        return prices
 
     def _terms(self) -> dict[str, Any]:
         return {}
@@ -171,6 +172,7 @@ class RenyiFilter(_Filter):
         super().__init__(budget, limit * (1 - 1e-12))
 
     def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
+        """count·D_a(σ, rate) of each event, in units of 2⁻²⁰⁰, rounded up."""
         sigmas = np.array([step.noise_multiplier for step in steps])
         rates = np.array([step.sampling_rate for step in steps])
         each = np.empty_like(sigmas)

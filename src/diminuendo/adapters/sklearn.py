@@ -7,8 +7,8 @@ of them cost together is for the caller to add up.
 
 Not covered, and charged to nobody: a search's scores. They are computed without noise on held-out
 rows, which are private too, and so is the choice that they make. Score on public data (`cv` with a
-predefined split of it), or charge the scores yourself (`diminuendo.experiments.charged`). The data
-are not compared with the budget's: a fold is a part of them.
+predefined split of it), or charge the scores yourself (`diminuendo.tuning.tune_on_private`). The
+data are not compared with the budget's: a fold is a part of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of the loss, in one form for planning: its influence, its bias, its best T."""
+"""What is known about the loss, in one form for planning: its influence, its bias, its best T."""
 
 from __future__ import annotations
 
@@ -25,16 +25,26 @@ class Landscape(Protocol):
     """
 
     @property
-    def factor(self) -> float: ...
+    def factor(self) -> float:
+        """What the noise term of the bound is multiplied by: 1, or η₀ with momentum."""
+        ...
 
     @property
-    def said(self) -> str: ...
+    def description(self) -> str:
+        """A sentence about what is known, for the plan's assumptions."""
+        ...
 
-    def influence(self, steps: int) -> Vector: ...
+    def influence(self, steps: int) -> Vector:
+        """q_1…q_T, from which the noise schedule is made."""
+        ...
 
-    def bound_influence(self, steps: int) -> Vector: ...
+    def bound_influence(self, steps: int) -> Vector:
+        """b_1…b_T, the weights of σ_t² in the bound."""
+        ...
 
-    def bias(self, steps: int) -> float: ...
+    def bias(self, steps: int) -> float:
+        """What is left of the initial excess loss after T steps without noise, in [0, 1]."""
+        ...
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
         """T* of the dynamic and of the uniform schedule."""
@@ -47,7 +57,7 @@ class GradientDescent:
 
     gamma: float
     step_size: float
-    said: str
+    description: str
 
     factor = 1.0
 
@@ -79,7 +89,7 @@ class Momentum:
     gamma: float
     beta: float
     factor: float
-    said: str
+    description: str
 
     def influence(self, steps: int) -> Vector:
         return influence.momentum(gamma=self.rate, beta=self.beta, steps=steps)
@@ -107,7 +117,7 @@ class Quadratic:
 
     eigenvalues: Vector
     step_size: float
-    said: str
+    description: str
 
     factor = 1.0
 
@@ -142,7 +152,7 @@ class Curve:
     """A measured influence. Its growth over the run stands for the convergence rate."""
 
     values: Vector
-    said: str
+    description: str
 
     factor = 1.0
 
@@ -180,7 +190,7 @@ _MEASURE = (
 )
 
 
-def known(
+def describe(
     *,
     kappa: float | None,
     gamma: float | None,
@@ -190,8 +200,8 @@ def known(
     step_size: float,
     steps: int | None,
 ) -> Landscape:
-    """The landscape that the given facts describe; at most one of the four may be given."""
-    given = [
+    """The landscape of these facts; at most one of kappa, gamma, spectrum and curve is stated."""
+    stated = [
         name
         for name, value in (
             ("kappa", kappa),
@@ -201,11 +211,11 @@ def known(
         )
         if value is not None
     ]
-    if len(given) > 1:
+    if len(stated) > 1:
         raise InputError(
             "the only one of kappa, gamma, spectrum and influence",
-            name=given[0],
-            value=" and ".join(given),
+            name=stated[0],
+            value=" and ".join(stated),
             remedy="They say the same thing: give one.",
         )
     size = _validate.real(
@@ -218,16 +228,18 @@ def known(
     if beta is not None:
         beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
-        said = influence.measured.said_of(curve) or "a measured influence curve"
-        return Curve(influence.from_values(curve), said)
+        origin = influence.measured.said_of(curve) or "a measured influence curve"
+        return Curve(influence.from_values(curve), f"Known about the loss: {origin}.")
     if spectrum is not None:
         _no_momentum("spectrum", beta)
         values = _validate.vector("spectrum", spectrum, positive=False)
         _validate.positive("max(spectrum)", values.max())
-        return Quadratic(values, size, f"a Hessian spectrum of {values.size} eigenvalues")
-    if size != 1 and (beta is not None or not given):
+        return Quadratic(
+            values, size, f"Known about the loss: a Hessian spectrum of {values.size} eigenvalues."
+        )
+    if size != 1 and (beta is not None or not stated):
         raise InputError(
-            "left out with momentum, and where nothing is known of the loss",
+            "left out with momentum, and where nothing is known about the loss",
             name="step_size",
             value=step_size,
             remedy="It scales gamma, kappa or spectrum of plain gradient descent.",
@@ -235,11 +247,15 @@ def known(
     if beta is not None:
         return _momentum(kappa, gamma, beta, steps)
     if kappa is not None:
-        return GradientDescent(1 - 1 / kappa, size, f"kappa = {kappa:g}")
+        return GradientDescent(1 - 1 / kappa, size, f"Known about the loss: kappa = {kappa:g}.")
     if gamma is not None:
-        return GradientDescent(gamma, size, f"gamma = {gamma:g}")
+        return GradientDescent(gamma, size, f"Known about the loss: gamma = {gamma:g}.")
     rate = _guess(steps)
-    return GradientDescent(rate, 1.0, f"nothing (gamma = {rate:.6g} is assumed). {_MEASURE}")
+    return GradientDescent(
+        rate,
+        1.0,
+        f"Nothing is known about the loss, so gamma = {rate:.6g} is assumed. {_MEASURE}",
+    )
 
 
 def _guess(steps: int | None) -> float:
@@ -254,16 +270,23 @@ def _momentum(
     if kappa is not None:
         eta0 = admissible_step(beta=beta, kappa=kappa)
         rate = 1 - eta0 / (2 * kappa)
-        said = f"kappa = {kappa:g} with momentum {beta:g}, at the theorem's step {eta0:.3g}/(2M)"
-        return Momentum(rate, rate, beta, eta0, said)
+        sentence = (
+            f"Known about the loss: kappa = {kappa:g}, with momentum {beta:g} at the theorem's "
+            f"step {eta0:.3g}/(2M)."
+        )
+        return Momentum(rate, rate, beta, eta0, sentence)
     if gamma is not None:
-        rate, said = gamma, f"gamma = {gamma:g} with momentum {beta:g}"
+        rate = gamma
+        sentence = f"Known about the loss: gamma = {gamma:g}, with momentum {beta:g}."
     else:
         rate = max(_guess(steps), (1 + beta) / 2)
-        said = f"momentum {beta:g} alone (gamma = {rate:.6g} is assumed). {_MEASURE}"
+        sentence = (
+            f"Nothing is known about the loss, so gamma = {rate:.6g} is assumed with momentum "
+            f"{beta:g}. {_MEASURE}"
+        )
     eta0 = admissible_step(beta=beta, kappa=1 / (1 - rate))
-    said += f" (the bound is for the theorem's step {eta0:.3g}/(2M), far shorter than usual)"
-    return Momentum(rate, 1 - eta0 * (1 - rate) / 2, beta, eta0, said)
+    sentence += f" The bound is for the theorem's step {eta0:.3g}/(2M), far shorter than usual."
+    return Momentum(rate, 1 - eta0 * (1 - rate) / 2, beta, eta0, sentence)
 
 
 def _no_momentum(name: str, beta: float | None) -> None:

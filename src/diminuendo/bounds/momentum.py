@@ -19,7 +19,7 @@ from diminuendo.influence import momentum
 
 
 def zeta(*, eta0: float, beta: float, gamma: float) -> float:
-    """The momentum effect's factor; the bound needs it nonnegative."""
+    """ζ, the factor of the momentum effect; the bound holds where it is at least 0."""
     return 1 - eta0 / 2 - _drift(beta, gamma) * eta0**2
 
 

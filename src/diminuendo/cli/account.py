@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 
 from diminuendo import _files, _validate, accounting
@@ -28,6 +29,7 @@ class _Schedule(NamedTuple):
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("account")(account)
 
 
@@ -35,10 +37,11 @@ def account(
     delta: Delta,
     sigmas: Annotated[Path, typer.Option(help="Noise multipliers: JSON, CSV, or a plan.")],
     sampling_rate: Annotated[
-        float | None, typer.Option(help="Poisson rate of every step; 1 unless the file says.")
+        float | None,
+        typer.Option(help="Poisson rate of every step, where the file has none; 1 unless given."),
     ] = None,
     relation: Annotated[
-        str | None, typer.Option(help="add-remove or replace-one; a plan brings its own.")
+        str | None, typer.Option(help="add-remove or replace-one; a plan has its own.")
     ] = None,
     running: Annotated[
         bool, typer.Option("--running", help="Also ε after every step (in --json, as a list).")
@@ -93,7 +96,11 @@ def _account(
 
 
 def _read(path: Path, sampling_rate: float | None, relation: str | None) -> _Schedule:
-    """σ, rates and relation from the file, unless the command line says otherwise."""
+    """σ, rates and relation from the file; what it lacks, from the command line.
+
+    What the file states about the mechanism is what will run: another value on the command line
+    would give an ε that belongs to neither, so it is refused.
+    """
     if relation is not None:
         _validate.choice("--relation", relation, SENSITIVITY)
     data: Any = None
@@ -102,17 +109,30 @@ def _read(path: Path, sampling_rate: float | None, relation: str | None) -> _Sch
         data = _files.parse_json(text, name="the sigmas file", source=str(path))
     if isinstance(data, dict) and data.get("schema") == SCHEMA:
         plan = Plan.from_json(text, source=str(path))
-        rates: Any = plan.sampling_rate if sampling_rate is None else sampling_rate
-        return _Schedule(plan.sigmas, rates, _as_relation(relation or plan.budget.relation))
+        _same("--sampling-rate", sampling_rate, plan.sampling_rate, path)
+        return _Schedule(
+            plan.sigmas, plan.sampling_rate, _as_relation(relation or plan.budget.relation)
+        )
     values = _files.read_numbers(path, name="sigmas", hint=_HINT)
-    rates = sampling_rate
+    rates = _files.read_optional(path, name="sampling_rate", hint=_HINT)
     if rates is None:
-        rates = _files.read_optional(path, name="sampling_rate", hint=_HINT)
-    if rates is None:
-        rates = 1.0
+        rates = 1.0 if sampling_rate is None else sampling_rate
+    else:
+        _same("--sampling-rate", sampling_rate, rates, path)
     stated = relation or _files.read_optional(path, name="relation", hint=_HINT) or "add-remove"
     _validate.choice("relation", stated, SENSITIVITY)
     return _Schedule(values, rates, _as_relation(stated))
+
+
+def _same(option: str, asked: float | None, stated: Any, path: Path) -> None:
+    if asked is not None and not bool(np.all(np.asarray(stated) == asked)):
+        own = repr(stated) if np.ndim(stated) == 0 else "a rate for each step"
+        raise InputError(
+            f"left out, since {path} has its own ({own})",
+            name=option,
+            value=asked,
+            remedy="For another rate, give a file that holds the noise multipliers alone.",
+        )
 
 
 def _as_relation(name: str) -> Relation:

@@ -24,6 +24,7 @@ from diminuendo.report import figures, tables
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("bounds")(bounds)
 
 

@@ -17,6 +17,7 @@ from diminuendo.cli.options import (
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("budget")(budget)
 
 
@@ -31,28 +32,28 @@ def budget(
 
     Example: diminuendo budget --epsilon 4 --delta 1e-8
     """
-    made = make_budget(epsilon, delta, relation, conversion)
+    allowed = make_budget(epsilon, delta, relation, conversion)
     facts = {
-        "epsilon": made.epsilon,
-        "delta": made.delta,
-        "relation": made.relation,
-        "conversion": made.conversion,
-        "R": made.R,
-        "rho": made.rho,
-        "mu": made.mu,
-        "sensitivity": made.sensitivity,
+        "epsilon": allowed.epsilon,
+        "delta": allowed.delta,
+        "relation": allowed.relation,
+        "conversion": allowed.conversion,
+        "R": allowed.R,
+        "rho": allowed.rho,
+        "mu": allowed.mu,
+        "sensitivity": allowed.sensitivity,
     }
     if as_json:
         print_json(facts)
         return
     rows = [
-        ["R", f"{made.R:.6g}", "what Σ 1/σ² may come to over all steps"],
-        ["rho", f"{made.rho:.6g}", "the same as zero-concentrated DP"],
-        ["mu", f"{made.mu:.6g}", "the same as Gaussian DP"],
-        ["sensitivity", f"{made.sensitivity:g} × clip", f"one example, {made.relation}"],
+        ["R", f"{allowed.R:.6g}", "what Σ 1/σ² may come to over all steps"],
+        ["rho", f"{allowed.rho:.6g}", "the same as zero-concentrated DP"],
+        ["mu", f"{allowed.mu:.6g}", "the same as Gaussian DP"],
+        ["sensitivity", f"{allowed.sensitivity:g} × clip", f"one example, {allowed.relation}"],
     ]
     print_table(
-        f"({made.epsilon:g}, {made.delta:g}), {conversion} conversion",
+        f"({allowed.epsilon:g}, {allowed.delta:g}), {conversion} conversion",
         ["", "value", "meaning"],
         rows,
     )

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they print."""
+"""Options that several commands share, and how commands print."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from diminuendo._progress import working
 from diminuendo.budget import CONVERSIONS, SENSITIVITY, Budget, Conversion, Relation
 from diminuendo.errors import InputError
 
-Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the target.")]
-Delta = Annotated[float, typer.Option("--delta", help="δ of the target, well below 1/examples.")]
+Epsilon = Annotated[float, typer.Option("--epsilon", help="ε of the privacy budget.")]
+Delta = Annotated[
+    float, typer.Option("--delta", help="δ of the privacy budget, well below 1/examples.")
+]
 RelationName = Annotated[
-    str, typer.Option("--relation", help="Neighbouring data: add-remove or replace-one.")
+    str, typer.Option("--relation", help="Which data are neighbours: add-remove or replace-one.")
 ]
 ConversionName = Annotated[
-    str, typer.Option("--conversion", help="exact, zcdp (the paper's) or zcdp-tight.")
+    str,
+    typer.Option(
+        "--conversion", help="From (ε, δ) to noise: exact, zcdp (the paper's) or zcdp-tight."
+    ),
 ]
 __all__ = [
     "AsJson",
@@ -41,6 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 def make_budget(epsilon: float, delta: float, relation: str, conversion: str) -> Budget:
+    """The budget that these options describe."""
     return Budget(
         epsilon=epsilon,
         delta=delta,
@@ -67,6 +73,7 @@ def need_torch(device: str | None) -> None:
 
 
 def print_json(data: dict[str, Any]) -> None:
+    """Print one JSON object on one line of stdout."""
     print(json.dumps(data, ensure_ascii=False))
 
 

@@ -23,6 +23,7 @@ from diminuendo.planning import plan as make_plan
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("plan")(plan)
 
 

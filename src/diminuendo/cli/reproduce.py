@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from diminuendo import _files, _validate
+from diminuendo import _validate
 from diminuendo.cli.options import AsJson, need_torch, print_json, print_table, working
-from diminuendo.errors import InputError
-
-PARTS = ("figure", "tables", "all")
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("reproduce")(reproduce)
 
 
 def reproduce(
     part: Annotated[str, typer.Argument(help="figure, tables or all.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for everything made.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for all results.")],
     quick: Annotated[
         bool, typer.Option("--quick", help="Three minutes on two cores: few repeats, small N.")
     ] = False,
@@ -42,65 +39,55 @@ def reproduce(
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """The paper's figure and tables: JSON, CSV, pictures, and a page that tells the story.
+    """Reproduce the paper's figure and tables: JSON, CSV, pictures, and a page about them.
 
-    Without --data-dir or --fetch it uses 5,000 embedded digits. An interrupted run goes on when
+    Without --data-dir or --fetch it uses 5,000 embedded digits. An interrupted run resumes when
     the same command is given again.
 
     Example: diminuendo reproduce all --quick --out out/paper
     """
     need_torch(device)
-    from diminuendo.experiments import data, reproduction, story
+    from diminuendo.paper import data, setting
+    from diminuendo.paper.reproduction import reproduce as reproduce_parts
+    from diminuendo.paper.results import PARTS
 
-    _validate.choice("the part", part, PARTS)
+    _validate.choice("the part", part, (*PARTS, "all"))
     console = Console(stderr=True)
-    made = reproduction.quick if quick else reproduction.full
-    setting = made() if repeats is None else made(repeats)
+    make = setting.quick if quick else setting.full
+    amount = make() if repeats is None else make(repeats)
     with working("reading the digits"):
         digits = data.load(data_dir, fetch=fetch)
-    folder = reproduction.Folder(out, {"data": digits.source, **asdict(setting)})
-    run = reproduction.Run(
-        folder=folder,
-        setting=setting,
+
+    def say(line: str) -> None:
+        if progress:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    run = setting.Run.in_folder(
+        out,
+        amount,
+        data=digits.source,
         device=device,
         progress=progress and console.is_terminal,
-        say=(lambda line: console.print(line, highlight=False, soft_wrap=True))
-        if progress
-        else lambda _: None,
+        say=say,
     )
-    results: dict[str, Any] = {}
-    if part in ("figure", "all"):
-        results["figure"] = reproduction.figure(digits, run)
-    if part in ("tables", "all"):
-        results["tables"] = reproduction.tables(run)
-    page = story.write(folder.path, {**_before(folder.path), **results})
+    parts = [name for name in PARTS if part in (name, "all")]
+    results, page = reproduce_parts(digits, run, parts)
     if as_json:
-        print_json({"page": str(page), "out": str(out), **story.plain(results)})
+        print_json({"page": str(page), "out": str(out), **results.to_dict()})
         return
-    if "figure" in results:
+    if results.figure is not None:
         print_table(
             "Test accuracy at (4, 1e-8), means with 95% intervals",
             ["", "N", "training loss", "test accuracy"],
-            [
-                [
-                    f"{cell['task']}: {cell['title']}",
-                    str(cell["examples"]),
-                    story.number(cell["train_loss"]),
-                    story.number(cell["test_accuracy"]),
-                ]
-                for cell in results["figure"]["cells"]
-            ],
+            [_row(cell) for cell in results.figure.cells],
         )
-    typer.echo(f"The story: {page}")
+    typer.echo(f"The page: {page}")
 
 
-def _before(folder: Path) -> dict[str, Any]:
-    """What an earlier command of the same setting made here, so that no part of it is lost."""
-    path = folder / "results.json"
-    if not path.exists():
-        return {}
-    text = _files.read_text(path, name="the results")
-    stored = _files.parse_json(text, name="the results", source=str(path))
-    if not isinstance(stored, dict):
-        raise InputError("a JSON object", name=str(path), value=type(stored).__name__)
-    return {part: stored[part] for part in ("figure", "tables") if part in stored}
+def _row(cell: Any) -> list[str]:
+    return [
+        f"{cell.task}: {cell.title}",
+        str(cell.examples),
+        str(cell.train_loss),
+        str(cell.test_accuracy),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,18 +22,24 @@ from diminuendo.cli.options import (
 )
 from diminuendo.errors import InputError
 
+if TYPE_CHECKING:
+    from diminuendo.tuning import TuningResult
+
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("tune")(tune)
 
 
 def tune(
     epsilon: Epsilon,
     delta: Delta,
-    examples: Annotated[int, typer.Option(help="N of the private set (public).")],
-    features: Annotated[int, typer.Option(help="Features of an example.")],
-    classes: Annotated[int, typer.Option(help="Classes.")],
-    largest_norm: Annotated[float, typer.Option(help="The largest norm of an example.")] = 10.0,
+    examples: Annotated[int, typer.Option(help="Number of examples in the private set.")],
+    features: Annotated[int, typer.Option(help="Number of features of an example.")],
+    classes: Annotated[int, typer.Option(help="Number of classes.")],
+    largest_norm: Annotated[
+        float, typer.Option(help="Largest Euclidean norm of an example.")
+    ] = 10.0,
     hidden: Annotated[int, typer.Option(help="Hidden units of the two-layer network.")] = 1000,
     families: Annotated[
         str, typer.Option(help="Schedules to compare, separated by commas.")
@@ -56,7 +62,7 @@ def tune(
     minimise: Annotated[str, typer.Option(help="train-loss or test-loss.")] = "train-loss",
     trials: Annotated[int, typer.Option(help="Candidates for every family.")] = 32,
     repeats: Annotated[int, typer.Option(help="Runs of each candidate.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of data, runs and proposals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of data, runs and proposals.")] = 0,
     storage: Annotated[
         str | None,
         typer.Option(help="A database URL or a .journal file: resumable, shared by machines."),
@@ -67,22 +73,20 @@ def tune(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A folder for the plans, the study and its picture."),
+        typer.Option("--output", "-o", help="A folder for the plans, the study and a picture."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose schedule, steps, learning rate, clip and momentum on data that costs no privacy.
+    """Choose schedule, steps, learning rate, clip norm and momentum without private data.
 
     Example: diminuendo tune --epsilon 4 --delta 1e-8 --examples 1000 --features 60
     --classes 10 -o out
     """
     need_torch(device)
-    from diminuendo.experiments.auxiliary import Shape
-    from diminuendo.experiments.networks import TwoLayers
-    from diminuendo.experiments.tuning import Space
-    from diminuendo.experiments.tuning import tune as search
+    from diminuendo.tuning import Shape, Space, TwoLayers
+    from diminuendo.tuning import tune as search
 
-    tuned = search(
+    result = search(
         make_budget(epsilon, delta, relation, conversion),
         Shape(examples=examples, features=features, classes=classes, largest_norm=largest_norm),
         families=[family.strip() for family in families.split(",")],
@@ -94,7 +98,7 @@ def tune(
             fall=_range("--fall", fall),
         ),
         model=TwoLayers(features, _validate.count("--hidden", hidden), classes),
-        auxiliary=labels if auxiliary is None else _own(auxiliary),
+        auxiliary=labels if auxiliary is None else _read_public(auxiliary),
         influence=None
         if influence is None
         else _files.read_numbers(influence, name="influence", hint="One number for each step."),
@@ -108,33 +112,33 @@ def tune(
         progress=not as_json and Console(stderr=True).is_terminal,
     )
     if output is not None:
-        _write(tuned, output)
+        _write(result, output)
     if as_json:
-        print_json(tuned.to_dict())
+        print_json(result.to_dict())
         return
     print_table(
-        f"Tuned on auxiliary data ({tuned.minimise}); best: {tuned.best.family}",
-        ["schedule", "T", "fall", "lr", "clip", "momentum", tuned.minimise],
+        f"Tuned on auxiliary data ({result.minimise}); the best is {result.best.family}",
+        ["schedule", "T", "fall", "lr", "clip", "momentum", result.minimise],
         [
             [
                 name,
-                str(chosen.candidate.steps),
-                "" if chosen.candidate.fall is None else f"{chosen.candidate.fall:.3f}",
-                f"{chosen.lr:.4g}",
-                f"{chosen.candidate.clip:.4g}",
-                f"{chosen.candidate.momentum:.3g}",
-                f"{chosen.score:.5g}",
+                str(family.candidate.steps),
+                "" if family.candidate.fall is None else f"{family.candidate.fall:.3f}",
+                f"{family.lr:.4g}",
+                f"{family.candidate.clip:.4g}",
+                f"{family.candidate.momentum:.3g}",
+                f"{family.score:.5g}",
             ]
-            for name, chosen in tuned.families.items()
+            for name, family in result.families.items()
         ],
     )
-    best = tuned.best
+    best = result.best
     if output is None:
-        typer.echo("Nothing was kept: with --output FOLDER it writes the plans.")
+        typer.echo("Nothing was written. Use --output FOLDER to get the plans as files.")
     else:
         path = (output / f"plan-{best.family}.json").resolve()
         typer.echo(f'To train by the best: [plan] path = "{path}", [training] lr = {best.lr:.6g}')
-        typer.echo("in the file that `diminuendo train` takes.")
+        typer.echo("in the configuration file of `diminuendo train`.")
 
 
 def _range(name: str, text: str, *, whole: bool = False) -> Any:
@@ -147,13 +151,14 @@ def _range(name: str, text: str, *, whole: bool = False) -> Any:
     return ends[0] if len(ends) == 1 else (ends[0], ends[1])
 
 
-def _own(path: Path) -> Any:
+def _read_public(path: Path) -> Any:
+    """Features and labels from a .npz file."""
     import numpy as np
     import torch
 
     try:
-        with np.load(path, allow_pickle=False) as held:
-            x, y = held["x"], held["y"]
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
         return torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.int64)
     except (OSError, KeyError, ValueError, TypeError, EOFError) as error:
         raise InputError(
@@ -164,16 +169,16 @@ def _own(path: Path) -> Any:
         ) from None
 
 
-def _write(tuned: Any, folder: Path) -> None:
-    """A plan for each family, the study, and the picture of its landscape."""
+def _write(result: TuningResult, folder: Path) -> None:
+    """Write a plan for each family, the study, and a picture of the scores."""
     import json
 
     from diminuendo.report import figures
 
     place = _files.make_folder(folder)
-    for name, chosen in tuned.families.items():
-        _files.write_text(place / f"plan-{name}.json", chosen.plan.to_json())
+    for name, family in result.families.items():
+        _files.write_text(place / f"plan-{name}.json", family.plan.to_json())
     _files.write_text(
-        place / "study.json", json.dumps(tuned.to_dict(), indent=1, ensure_ascii=False)
+        place / "study.json", json.dumps(result.to_dict(), indent=1, ensure_ascii=False)
     )
-    figures.landscape(tuned.points(), place / "landscape.svg", ylabel=tuned.minimise)
+    figures.landscape(result.points(), place / "landscape.svg", ylabel=result.minimise)

@@ -8,8 +8,9 @@ nor give an infinite σ; the budget and the bound are the same to double precisi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from diminuendo import _later
 from diminuendo.influence.closed_forms import (
     FLOOR,
     exponential,
@@ -20,10 +21,6 @@ from diminuendo.influence.closed_forms import (
 )
 from diminuendo.influence.measured import from_file, from_values
 from diminuendo.influence.spectral import spectrum
-
-if TYPE_CHECKING:
-    from diminuendo.experiments.curvature import spectrum_of
-    from diminuendo.experiments.measuring import measure
 
 __all__ = [
     "FLOOR",
@@ -41,13 +38,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`measure` and `spectrum_of` train and differentiate: they bring torch when first used."""
-    if name == "measure":
-        from diminuendo.experiments.measuring import measure
-
-        return measure
-    if name == "spectrum_of":
-        from diminuendo.experiments.curvature import spectrum_of
-
-        return spectrum_of
-    raise AttributeError(f"module 'diminuendo.influence' has no attribute {name!r}")
+    """`measure` and `spectrum_of`, which need torch, load when they are first used."""
+    return _later(__name__, name)

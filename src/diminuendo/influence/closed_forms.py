@@ -85,7 +85,7 @@ def momentum(*, gamma: float, beta: float, steps: int) -> Vector:
 
 
 def momentum_split(*, gamma: float, beta: float) -> int:
-    """T̂ = max t with γ^{t−1} ≥ (1−β)/(1−β^t): where the averaging stops to dampen the noise.
+    """T̂ = max t with γ^{t−1} ≥ (1−β)/(1−β^t): the last step at which averaging dampens noise.
 
     γ^{t−1}(1−β^t) rises and then falls in t and starts at 1−β, so the set is an interval [1, T̂],
     found by doubling and bisection.

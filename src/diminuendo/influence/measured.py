@@ -18,9 +18,9 @@ _HINT = (
 
 
 class Marked(np.ndarray[tuple[int], np.dtype[np.float64]]):
-    """A curve with a warning that plans made from it repeat: what it was measured on.
+    """A curve that carries a sentence about its origin, which plans made from it repeat.
 
-    Copies, slices, pickles and what is computed from it carry the warning on.
+    Copies, slices, pickles and what is computed from it carry the sentence on.
     """
 
     __array_priority__ = 1.0
@@ -40,7 +40,7 @@ class Marked(np.ndarray[tuple[int], np.dtype[np.float64]]):
 
 
 def mark(curve: Vector, said: str | None) -> Vector:
-    """The curve with words that go along with it; as it is where there are none."""
+    """The curve with a sentence about its origin; unchanged where `said` is None."""
     if said is None:
         return curve
     marked = curve.view(Marked)
@@ -49,12 +49,12 @@ def mark(curve: Vector, said: str | None) -> Vector:
 
 
 def said_of(values: object) -> str | None:
-    """The words that a curve carries."""
+    """The sentence about its origin that a curve carries, or None."""
     return values.said if isinstance(values, Marked) else None
 
 
 def from_values(values: ArrayLike) -> Vector:
-    """A measured curve, checked and scaled so that its largest value is one."""
+    """A measured curve q_1…q_T, checked and scaled so that its largest value is one."""
     curve = _validate.vector("influence", values, remedy=_HINT)
     return mark(np.asarray(curve / curve.max()), said_of(values))
 

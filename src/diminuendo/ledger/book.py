@@ -189,7 +189,7 @@ class Ledger:
         """The plan if it fits; otherwise the plan with every σ scaled up until it fits."""
         status = self.status(name)
         factor = noise_factor_to_fit(status, plan.events)
-        return plan if factor == 1 else plan.louder(factor)
+        return plan if factor == 1 else plan.with_noise_scaled(factor)
 
     def fitting(self, name: str, plan: Plan) -> Plan:
         """Deprecated name of `scaled_to_fit`."""

@@ -79,10 +79,12 @@ def text(value: object) -> Html:
 
 
 def paragraph(*parts: object) -> Html:
+    """The parts, one after the other, as one paragraph."""
     return Html(f"<p>{''.join(text(part) for part in parts)}</p>")
 
 
 def strong(value: object) -> Html:
+    """Bold text."""
     return Html(f"<strong>{text(value)}</strong>")
 
 
@@ -97,6 +99,7 @@ def preformatted(value: object) -> Html:
 
 
 def bullets(items: Iterable[object]) -> Html:
+    """A list with a bullet before each item."""
     return Html("<ul>" + "".join(f"<li>{text(item)}</li>" for item in items) + "</ul>")
 
 

@@ -19,12 +19,12 @@ _REVEALED = "the training loss, revealed on request"
 
 def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     """The run's public facts, with its plan's digest and what the claim leaves out."""
-    known = {name: value for name, value in result.items() if name != "training_loss"}
+    public = {name: value for name, value in result.items() if name != "training_loss"}
     not_covered = [_BEFORE] if result["private"] else [_SEEDED, _BEFORE]
     if result["revealed"]:
-        known["training_loss"] = result["training_loss"]
+        public["training_loss"] = result["training_loss"]
         not_covered.append(_REVEALED)
-    return {**known, "plan": plan.digest, "not_covered": not_covered}
+    return {**public, "plan": plan.digest, "not_covered": not_covered}
 
 
 def claim(run: Mapping[str, Any]) -> str:
@@ -52,7 +52,7 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
             "at record {record}, {head}".format(**run["ledger"])
         )
     if run["lost"]:
-        lines.append(f"- Of these lost in a crash, spent and without effect: {run['lost']}")
+        lines.append(f"- Lost in a crash: {run['lost']} of these steps, spent without effect")
     if run.get("training_loss") is not None:
         lines.append(
             f"- Mean loss of the last batch (not covered by the claim): {run['training_loss']:.6g}"
@@ -66,27 +66,31 @@ def document(
 ) -> html.Html:
     """The report, as one HTML page; `picture` is the schedule's, as SVG."""
     cited = run.get("ledger") or {}
-    known: list[tuple[object, object]] = [
+    facts_shown: list[tuple[object, object]] = [
         ("How it ended", f"{run['status']}: {run['reason']}"),
         ("Steps spent", f"{run['steps']} of {plan.steps}"),
         ("Plan", html.code(run["plan"])),
     ]
     if run.get("lost"):
-        known.append(("Lost in a crash", f"{run['lost']} steps, spent and without effect"))
+        facts_shown.append(
+            ("Lost in a crash", f"{run['lost']} of these steps, spent without effect")
+        )
     if cited:
-        known += [
+        facts_shown += [
             ("Ledger", f"{cited['address']} ({cited['ledger']})"),
             ("Budget and run", f"{cited['budget']}, run {cited['run']}"),
             ("Chain head", html.code(f"{cited['head']} (record {cited['record']})")),
         ]
     tone = "good" if run["private"] and all(check.holds for check in checks) else "warning"
     sections = [
-        html.Section("What is claimed", html.note(claim(run), tone=tone), html.facts(known)),
+        html.Section("What is claimed", html.note(claim(run), tone=tone), html.facts(facts_shown)),
         html.Section("What the claim does not cover", html.bullets(run["not_covered"])),
     ]
     if checks:
         rows = [[c.claim, "holds" if c.holds else "DOES NOT HOLD", c.seen] for c in checks]
-        sections.append(html.Section("Checked just now", html.table(["", "", "seen"], rows)))
+        sections.append(
+            html.Section("Checks made for this report", html.table(["", "", "seen"], rows))
+        )
     drawn = [html.figure(picture, "Noise multiplier and spending by step")] if picture else []
     sections.append(html.Section("The plan", *drawn, html.preformatted(plan.summary())))
     return html.page("A private training run", sections, lead=claim(run))

@@ -12,6 +12,7 @@ Columns = list[list[Row]]
 
 
 def parse_counts(text: str) -> list[int]:
+    """Numbers of examples from "100,1000,1e4": whole, at least 2, increasing."""
     try:
         counts = [int(float(part)) for part in text.split(",")]
     except (ValueError, OverflowError):
@@ -27,14 +28,17 @@ def parse_counts(text: str) -> list[int]:
 
 
 def curves(columns: Columns) -> dict[str, list[float]]:
+    """The bounds of each algorithm, one for each N."""
     return {rows[0].algorithm: [row.bound for row in rows] for rows in zip(*columns, strict=True)}
 
 
 def earlier_work(columns: Columns) -> list[str]:
+    """The algorithms in the tables that are not the paper's own."""
     return [row.algorithm for row in columns[0] if not row.ours]
 
 
 def as_data(columns: Columns) -> list[dict[str, Any]]:
+    """One dictionary for each algorithm, ready for JSON."""
     return [
         {
             "algorithm": rows[0].algorithm,
@@ -47,6 +51,7 @@ def as_data(columns: Columns) -> list[dict[str, Any]]:
 
 
 def as_text(columns: Columns) -> list[list[str]]:
+    """Rows of text: the algorithm, then its bound for each N to three digits."""
     return [
         [rows[0].algorithm, *(f"{row.bound:.3g}" for row in rows)]
         for rows in zip(*columns, strict=True)

@@ -22,6 +22,7 @@ def _steps(steps: int) -> Vector:
 
 
 def uniform(steps: int) -> Vector:
+    """The same noise in every step: T ones."""
     return np.ones_like(_steps(steps))
 
 
@@ -51,6 +52,7 @@ def polynomial(steps: int, *, power: float, end: float) -> Vector:
 
 
 def linear(steps: int, *, end: float) -> Vector:
+    """From 1 in equal steps to `end` > 0."""
     return polynomial(steps, power=1.0, end=end)
 
 
@@ -85,7 +87,7 @@ NAMED = ("uniform", "exponential", "step", "time", "polynomial", "linear")
 
 
 def falling(name: str, steps: int, fall: float) -> Vector:
-    """A named shape whose last value is `fall` times its first: one parameter for all of them."""
+    """A named shape whose last value is `fall`, in (0, 1], times its first."""
     _validate.choice("schedule", name, NAMED)
     steps = _validate.count("steps", steps)
     fall = _validate.real("fall", fall, above=0, at_most=1)

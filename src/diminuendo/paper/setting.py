@@ -1,0 +1,132 @@
+"""How much of the paper is reproduced, and the folder that keeps the parts that are done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diminuendo import _files, _validate
+from diminuendo.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How much is run. A candidate is trained at least `tuning_repeats` times, and as often as it
+    takes to have trained on `tuning_examples`: where N is small, runs are noisy and cheap.
+
+    repeats            runs of every variant, at least 2
+    trials             candidates of every variant
+    influence_steps    T of the runs whose influence is measured
+    influence_repeats  independent runs of each
+    influence_points   how many steps are measured
+    hidden             hidden units of the network
+    grids              by task: (numbers of examples, the one at which all variants are run)
+    """
+
+    repeats: int = 100
+    trials: int = 16
+    tuning_repeats: int = 4
+    tuning_examples: int = 3000
+    influence_steps: int = 100
+    influence_repeats: int = 12
+    influence_points: int = 10
+    hidden: int = 1000
+    grids: Mapping[str, tuple[tuple[int, ...], int]]
+
+    def __post_init__(self) -> None:
+        _validate.count("repeats", self.repeats, at_least=2)
+
+
+def full(repeats: int = 100) -> Setting:
+    """The whole comparison: at most 45 minutes on two cores."""
+    return Setting(
+        repeats=repeats,
+        grids={"MNIST35": ((250, 500, 1000), 500), "MNIST": ((500, 1000, 2000), 1000)},
+    )
+
+
+def quick(repeats: int = 8) -> Setting:
+    """A small comparison with wide intervals: at most three minutes on two cores."""
+    return Setting(
+        repeats=repeats,
+        trials=6,
+        tuning_repeats=2,
+        tuning_examples=0,
+        influence_steps=60,
+        influence_repeats=4,
+        influence_points=6,
+        grids={"MNIST35": ((250, 500), 500), "MNIST": ((500,), 500)},
+    )
+
+
+class ResultsFolder:
+    """The results of one setting, each part in its own file.
+
+    A folder that was begun with another setting is refused, so that nothing is mixed or lost.
+    """
+
+    def __init__(self, path: str | Path, setting: Mapping[str, Any]) -> None:
+        self.path = _files.make_folder(path)
+        _files.make_folder(self.path / "runs")
+        wanted = json.loads(json.dumps(setting))
+        marker = self.path / "setting.json"
+        if not marker.exists():
+            _files.write_text(marker, json.dumps(wanted, indent=1, ensure_ascii=False))
+            return
+        stored = _files.parse_json(
+            _files.read_text(marker, name="the setting"), name="the setting", source=str(marker)
+        )
+        differing = sorted(k for k in {*wanted, *stored} if wanted.get(k) != stored.get(k))
+        if differing:
+            raise InputError(
+                "a folder of the same setting, or a new one",
+                name="--out",
+                value=str(path),
+                remedy=f"It was begun with other values of {', '.join(differing)}. Nothing was "
+                "changed.",
+            )
+
+    def stored_or(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The part that is stored under this name, or the computed one, which is stored."""
+        path = self.path / "runs" / f"{name}.json"
+        if path.exists():
+            text = _files.read_text(path, name="a stored part")
+            return _files.parse_json(text, name="a stored part", source=str(path))
+        value = json.loads(json.dumps(compute()))
+        _files.write_text(path, json.dumps(value, ensure_ascii=False))
+        return value
+
+
+@dataclass(frozen=True)
+class Run:
+    """A reproduction in progress.
+
+    folder    keeps the parts that are done
+    device    where to train, or None for the default
+    progress  whether progress bars are shown
+    say       gets a line about each part that begins
+    """
+
+    folder: ResultsFolder
+    setting: Setting
+    device: str | None
+    progress: bool
+    say: Callable[[str], None]
+
+    @classmethod
+    def in_folder(
+        cls,
+        path: str | Path,
+        setting: Setting,
+        *,
+        data: str,
+        device: str | None = None,
+        progress: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Run:
+        """A run whose parts are kept in this folder; `data` says where the digits come from."""
+        folder = ResultsFolder(path, {"data": data, **asdict(setting)})
+        return cls(folder, setting, device, progress, say)

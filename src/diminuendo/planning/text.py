@@ -1,0 +1,80 @@
+"""A plan in words, with its noise as a small drawing."""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from diminuendo._validate import Vector
+from diminuendo.budget import Budget
+
+if TYPE_CHECKING:
+    from diminuendo.planning.value import Plan
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def drawing(values: ArrayLike, *, width: int = 48) -> str:
+    """A curve as a line of at most `width` bars, from zero to its largest value."""
+    curve: Vector = np.asarray(values, dtype=np.float64)
+    if curve.size > width:
+        curve = curve[np.linspace(0, curve.size - 1, width).round().astype(int)]
+    heights = np.ceil(curve / curve.max() * len(_BARS)).astype(int) - 1
+    return "".join(_BARS[max(h, 0)] for h in heights)
+
+
+def number(value: float) -> str:
+    """Four significant digits, without an exponent between 0.0001 and 10 million."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def rounded_up(epsilon: float) -> str:
+    """Six digits, never below the value: a claim must not shrink in print."""
+    digits = Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
+    return f"{digits.normalize():f}" if 1e-4 < epsilon < 1e9 else f"{digits.normalize():e}"
+
+
+def summary(plan: Plan) -> str:
+    """What the plan does, what it costs, what it is expected to give and what it assumes."""
+    budget, sigmas = plan.budget, plan.sigmas
+    least, most = plan.rates.min(), plan.rates.max()
+    rate = f"{least:g}" if least == most else f"{least:g} to {most:g}, step by step"
+    batch = "full batch" if least == 1 else f"Poisson rate {rate}"
+    lines = [
+        f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
+        f"  noise σ      {drawing(sigmas)}  {number(sigmas[0])} → {number(sigmas[-1])}",
+        f"  privacy      ε = {rounded_up(plan.epsilon)} of {budget.epsilon:g} at δ = "
+        f"{budget.delta:g} ({budget.relation}, {budget.conversion} conversion)",
+        f"  excess risk  ERUB {number(plan.erub)}, with uniform noise {number(plan.erub_uniform)}"
+        f" in {plan.uniform_steps} steps",
+        f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
+        "leaves in the final loss",
+        f"  digest       {plan.digest[:23]}…",
+        "Assumptions:",
+    ]
+    return "\n".join(lines + [f"  - {assumption}" for assumption in plan.assumptions])
+
+
+def relation_sentence(budget: Budget) -> str:
+    """Which two datasets count as neighbours."""
+    words = {
+        "add-remove": "one example is in the data or zeroed out, and the divisor stays as it is",
+        "replace-one": "one example is replaced by any other",
+    }
+    return f"Neighbouring data: {words[budget.relation]} ({budget.relation})."
+
+
+def sampling_sentences(rate: float | Vector) -> list[str]:
+    """How batches are drawn; nothing for the full batch."""
+    left_out = "the bound leaves out the sampling noise of the gradients themselves."
+    if not isinstance(rate, float):
+        return [
+            f"Every step draws a Poisson sample at its own rate, {rate.min():g} to "
+            f"{rate.max():g}, and divides by its own expected size; {left_out}"
+        ]
+    if rate == 1:
+        return []
+    return [f"Every step draws a Poisson sample at rate {rate:g}; {left_out}"]

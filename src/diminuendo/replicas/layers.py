@@ -1,0 +1,56 @@
+"""Which models are plain multilayer perceptrons, and their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of a perceptron and the name of the activation after it, if any."""
+
+    fan_in: int
+    fan_out: int
+    bias: bool
+    activation: str
+
+
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
+
+
+def layers_of(model: nn.Module) -> list[Layer] | None:
+    """The layers of a plain multilayer perceptron, or None for any other model.
+
+    A model with forward hooks is another one: hooks may change what goes into or out of a layer.
+    """
+    if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+        return None
+    layers: list[Layer] = []
+    for module in _flattened(model):
+        kind = type(module)
+        if isinstance(module, nn.Linear) and kind is nn.Linear:
+            if layers and layers[-1].fan_out != module.in_features:
+                return None
+            ins, outs, bias = module.in_features, module.out_features, module.bias is not None
+            layers.append(Layer(ins, outs, bias, ""))
+        elif kind in _ACTIVATIONS and layers and not layers[-1].activation:
+            last = layers.pop()
+            layers.append(Layer(last.fan_in, last.fan_out, last.bias, _ACTIVATIONS[kind]))
+        elif kind is not nn.Identity:
+            return None
+    entries = sum(layer.fan_out * (layer.fan_in + layer.bias) for layer in layers)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not layers or sum(p.numel() for p in trainable) != entries or list(model.buffers()):
+        return None
+    return layers
+
+
+def _flattened(model: nn.Module) -> Iterator[nn.Module]:
+    if type(model) is nn.Sequential:
+        for part in model:
+            yield from _flattened(part)
+    else:
+        yield model
