@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, func, select
+from sqlalchemy import Connection, Select, Table, bindparam, func, select
 
 from diminuendo import _validate
 from diminuendo.budget import Budget
@@ -29,6 +29,26 @@ from diminuendo.ledger.terms import Terms, text
 OPEN, CLOSED, RECLAIMED = "open", "closed", "reclaimed"
 RELEASED = "released"
 """What ledgers of the version before call a reclaimed run."""
+
+
+def _with_last_record(table: Table, key: str, column: str, *, one: bool) -> Select[Any]:
+    """Rows of a table, all or that whose key is `:key`, each beside the last record about it."""
+    number = select(func.max(schema.records.c.seq))
+    record = schema.records.alias("last_record")
+    if one:
+        last = number.where(schema.records.c[column] == bindparam("key"))
+    else:
+        last = number.where(schema.records.c[column] == table.c[key]).correlate(table)
+    query = select(table, record).select_from(
+        table.outerjoin(record, record.c.seq == last.scalar_subquery())
+    )
+    return query.where(table.c[key] == bindparam("key")) if one else query
+
+
+_ONE_BUDGET = _with_last_record(schema.budgets, "name", "budget", one=True)
+_ONE_RUN = _with_last_record(schema.runs, "id", "run", one=True)
+_SET_BUDGET = schema.budgets.update().where(schema.budgets.c.name == bindparam("key"))
+_SET_RUN = schema.runs.update().where(schema.runs.c.id == bindparam("key"))
 
 
 @dataclass(frozen=True)
@@ -126,15 +146,9 @@ def write(
     origin  what the record names in place of a run: the ledger that an import comes from
     """
     name = status.terms.name
-    change.connection.execute(
-        schema.budgets.update()
-        .where(schema.budgets.c.name == name)
-        .values(spent=str(status.spent_units))
-    )
+    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(status.spent_units)})
     if run is not None:
-        change.connection.execute(
-            schema.runs.update().where(schema.runs.c.id == run.id).values(_values(run))
-        )
+        change.connection.execute(_SET_RUN, {"key": run.id, **_values(run)})
     return change.append(
         kind,
         budget=name,
@@ -220,20 +234,6 @@ def refuse_other_data(terms: Terms, data: str | None) -> None:
         )
 
 
-def _with_last_record(table: Table, key: str, column: str, value: str | None = None) -> Select[Any]:
-    """Rows of a table, all or that whose key is `value`, each beside the last record about it."""
-    number = select(func.max(schema.records.c.seq))
-    record = schema.records.alias("last_record")
-    if value is None:
-        last = number.where(schema.records.c[column] == table.c[key]).correlate(table)
-    else:
-        last = number.where(schema.records.c[column] == value)
-    query = select(table, record).select_from(
-        table.outerjoin(record, record.c.seq == last.scalar_subquery())
-    )
-    return query if value is None else query.where(table.c[key] == value)
-
-
 class _Part:
     """Some columns of a row, by name."""
 
@@ -313,14 +313,14 @@ def _checked_run(row: Any) -> Run:
 
 def all_budgets(connection: Connection) -> list[Status]:
     """Every budget, by name."""
-    query = _with_last_record(schema.budgets, "name", "budget").order_by(schema.budgets.c.name)
+    query = _with_last_record(schema.budgets, "name", "budget", one=False)
+    query = query.order_by(schema.budgets.c.name)
     return [_checked_status(row) for row in connection.execute(query)]
 
 
 def existing_budget(connection: Connection, name: str) -> Status | None:
     """A budget, or None if there is none of this name."""
-    query = _with_last_record(schema.budgets, "name", "budget", text("budget", name))
-    row = connection.execute(query).one_or_none()
+    row = connection.execute(_ONE_BUDGET, {"key": text("budget", name)}).one_or_none()
     return None if row is None else _checked_status(row)
 
 
@@ -342,8 +342,7 @@ def budget_in(connection: Connection, name: str) -> Status:
 
 def run_in(connection: Connection, run: str) -> Run:
     """A run; raises InputError if there is none of this id."""
-    query = _with_last_record(schema.runs, "id", "run", str(run))
-    row = connection.execute(query).one_or_none()
+    row = connection.execute(_ONE_RUN, {"key": str(run)}).one_or_none()
     if row is None:
         raise InputError(
             "a run of this ledger",
@@ -358,7 +357,7 @@ def all_runs(connection: Connection, name: str | None) -> list[Run]:
     """The runs of a budget, or all, in the order in which they were opened."""
     opened = schema.records.alias("opened")
     query = (
-        _with_last_record(schema.runs, "id", "run")
+        _with_last_record(schema.runs, "id", "run", one=False)
         .join(opened, (opened.c.run == schema.runs.c.id) & (opened.c.kind == "open"))
         .order_by(opened.c.seq)
     )

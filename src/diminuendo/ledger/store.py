@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, inspect, or_, select, text
+from sqlalchemy import Connection, Engine, bindparam, inspect, or_, select, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -37,6 +37,15 @@ from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_
 T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
+_LOCKED_HEAD = select(schema.head).with_for_update()
+_LAST_RECORDS = select(schema.records).where(
+    or_(
+        schema.records.c.token == bindparam("token"),
+        schema.records.c.seq == bindparam("last"),
+        schema.records.c.seq == bindparam("seen"),
+    )
+)
+_ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
 
 
 class Change:
@@ -44,16 +53,15 @@ class Change:
 
     def __init__(self, connection: Connection, token: str, seen: Head | None = None) -> None:
         self.connection, self.token = connection, token
-        head = connection.execute(select(schema.head).with_for_update()).one_or_none()
+        head = connection.execute(_LOCKED_HEAD).one_or_none()
         if head is None:
             raise LedgerError("The ledger is damaged: its head is missing.")
         _check_version(head.version)
         self.head = Head(head.ledger, head.seq, head.digest)
         self._appended = 0
-        numbers = [head.seq] if seen is None else [head.seq, seen.seq]
-        columns = schema.records.c
-        wanted = or_(columns.token == token, columns.seq.in_(numbers))
-        rows = connection.execute(select(schema.records).where(wanted)).all()
+        known = head.seq if seen is None else seen.seq
+        wanted = {"token": token, "last": head.seq, "seen": known}
+        rows = connection.execute(_LAST_RECORDS, wanted).all()
         _check_end(self.head, {row.seq: row for row in rows})
         if seen is not None:
             check_seen(seen, self.head, {row.seq: row.digest for row in rows}.get(seen.seq))
@@ -74,8 +82,8 @@ class Change:
             previous=self.head.digest,
         )
         row = {**record.to_dict(), "body": canonical(body), "signature": record.signature}
-        self.connection.execute(schema.records.insert().values(row))
-        self.connection.execute(schema.head.update().values(seq=record.seq, digest=record.digest))
+        self.connection.execute(_ADD_RECORD, row)
+        self.connection.execute(_MOVE_HEAD, {"seq": record.seq, "digest": record.digest})
         self.head = Head(self.head.ledger, record.seq, record.digest)
         self._appended += 1
         return record
