@@ -96,7 +96,7 @@ def per_step(ledger: Ledger, rounds: int) -> None:
 
     spending = Timed(ledger, name, plan)
     steps = {"in memory": workload(plan, PlanSpending(plan)), "ledger": workload(plan, spending)}
-    spending.begin()
+    spending.resume()
     took: dict[str, float] = dict.fromkeys(steps, 0.0)
     for _ in range(rounds // CHUNK):
         for which, step in steps.items():
@@ -105,7 +105,7 @@ def per_step(ledger: Ledger, rounds: int) -> None:
                 step()
             took[which] += time.perf_counter() - begun
     records = ledger.head.seq
-    spending.end()
+    spending.close()
     print(
         f"  training step: {took['in memory'] / rounds * 1e3:.2f} ms in memory, "
         f"{took['ledger'] / rounds * 1e3:.2f} ms with the ledger; asking took "

@@ -38,8 +38,6 @@ BEFORE["cli"] = {*BEFORE} - {"adapters"}
 GROUND = {"errors", "_validate", "_files", "_extras", "_progress"}
 FACADE = {"__version__", "_later"}
 """What any module may take from `diminuendo` itself, the only module that knows all packages."""
-LATE = {("spending", "ledger")}
-"""Inside a function: `from_ledger` imports the ledger."""
 
 
 def room(module: str) -> str:
@@ -81,8 +79,6 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     for module, top in imports(path):
         if module.startswith("diminuendo"):
             target = room(module)
-            assert target in allowed or (not top and (here, target) in LATE), (
-                f"{path.name} in {here} imports {module}"
-            )
+            assert target in allowed, f"{path.name} in {here} imports {module}"
         if here in CORE:
             assert module.split(".")[0] not in {"torch", "matplotlib", "typer", "rich"}

@@ -53,6 +53,7 @@ _HOMES = {
 _MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
 _LATER = {
     "diminuendo.influence": {"measure": "measuring", "spectrum_of": "measuring"},
+    "diminuendo.spending": {"Ledger": "ledger"},
 }
 
 __all__ = [

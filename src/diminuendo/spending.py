@@ -1,19 +1,28 @@
-"""The seam between who releases and who keeps the budget: `request(event)` before every release.
+"""The seam between who releases and who keeps the budget: ask before every release.
 
-Training and ledger both know this module and not each other. A `Spending` answers a request by
-recording it, or by raising BudgetRefused with nothing changed; only after it returned may noise be
-drawn. What was granted counts as spent, whether or not the step then ran.
+Training and ledger both know this module and not each other. Training needs four verbs of a
+`Spending`, in this order:
+
+    resume   begin, or go on from a saved state; returns how many steps are spent
+    fits     may I? whether a step would be granted now
+    request  ask: the step is charged, or BudgetRefused is raised and nothing has changed
+    close    a clean end; what was granted and not asked for goes back
+
+Noise may be drawn only after `request` returned. What was granted counts as spent, whether or not
+the step then ran.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
 
-import numpy as np
-
-from diminuendo import accounting, events
+from diminuendo import _later, accounting, events
 from diminuendo.accounting.filters import GaussianFilter, RenyiFilter
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
@@ -22,7 +31,18 @@ from diminuendo.planning import Plan
 
 
 class Spending(ABC):
-    """A budget that is asked before each step, and what it has granted so far."""
+    """A budget that is asked before each step, and what it has granted so far.
+
+    budget    by whose terms (δ, relation, conversion) ε is stated
+    steps     how many single steps were granted
+    adaptive  whether steps may be chosen by what earlier ones released
+    durable   whether it still knows after a crash which steps may have been released
+
+    As a context it resumes at the start and closes at the end.
+    """
+
+    adaptive: bool = False
+    durable: bool = False
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -31,21 +51,11 @@ class Spending(ABC):
 
     @property
     def granted(self) -> tuple[GaussianStep, ...]:
-        """Everything granted, in order, runs of equal steps gathered."""
+        """Every granted event, in order; equal neighbours are one event with a count."""
         return tuple(
             GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)
             for sigma, rate, count in self._granted
         )
-
-    def begin(self) -> None:  # noqa: B027
-        """Called once before the first request, by the first of several ranks."""
-
-    def end(self, reason: str = "done") -> None:  # noqa: B027
-        """Called once at a clean end, by the first of several ranks; `reason` is recorded."""
-
-    def cite(self) -> dict[str, Any]:
-        """Where the spending is on record, so that a claim can be checked later."""
-        return {}
 
     @abstractmethod
     def fits(self, event: GaussianStep) -> bool:
@@ -54,43 +64,84 @@ class Spending(ABC):
     def request(self, event: GaussianStep) -> None:
         """Charge the event, or raise BudgetRefused and change nothing."""
         self._charge(event)
-        self.note(event)
+        self._record(event)
+
+    def resume(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        seen: int | None = None,
+        receipt: Mapping[str, Any] | None = None,
+        events: Iterable[GaussianStep] = (),
+    ) -> int:
+        """Begin, or go on from a saved `state()`; returns how many steps are spent.
+
+        seen    steps before this one may have been released, as a journal says; None where there
+                is no journal
+        receipt  what the journal kept of `receipt()`, by which a ledger believes it or not
+        events  what the steps after the saved state are. Those that may have been released are
+                charged and must not be taken again: the next step is the one after them
+        """
+        del receipt
+        if state is not None:
+            self._restore(state)
+        self._charge_lost(events, self.steps if seen is None else seen)
+        return self.steps
+
+    def close(self, reason: str = "done") -> None:  # noqa: B027
+        """A clean end, for the reason that is recorded. What was not asked for goes back."""
+
+    def epsilon(self) -> float:
+        """The ε ≥ 0 that may be claimed for what was granted, at the budget's δ and relation.
+
+        Steps that were fixed in advance are accounted. Where they were chosen on the way, that
+        would not be covered; the filter's guarantee is: the whole budget, from the first step on.
+        """
+        if self.adaptive:
+            return self.budget.epsilon if self.steps else 0.0
+        return accounting.claim(self.granted, self.budget)
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs later, as JSON."""
+        return {"granted": [events.to_dict(event) for event in self.granted]}
+
+    def receipt(self, upto: int | None = None) -> dict[str, Any]:
+        """What a journal that says "steps before `upto` may be released" keeps beside it, as JSON.
+
+        None says that nothing more may be released than what was requested.
+        """
+        del upto
+        return {}
+
+    def cite(self) -> dict[str, Any]:
+        """Where the spending is on record, so that a claim can be checked later; else empty."""
+        return {}
+
+    def __enter__(self) -> Self:
+        self.resume()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close("done" if kind is None else kind.__name__)
 
     @abstractmethod
-    def _charge(self, event: GaussianStep) -> None: ...
+    def _charge(self, event: GaussianStep) -> None:
+        """Charge the event, or raise BudgetRefused and change nothing."""
 
-    def note(self, event: GaussianStep) -> None:
-        """Record an event that was charged elsewhere (by the first of several ranks)."""
+    def _record(self, event: GaussianStep) -> None:
+        """Keep an event that was charged."""
         self.steps += event.count
         sigma, rate, count = event.noise_multiplier, event.sampling_rate, event.count
         if self._granted and self._granted[-1][:2] == (sigma, rate):
             count += self._granted.pop()[2]
         self._granted.append((sigma, rate, count))
 
-    def skip(self, event: GaussianStep) -> None:
-        """Charge a step that may have been released before a crash and is not taken again."""
-        self.request(event)
-
-    def not_released_from(self, step: int) -> int:
-        """Told after `restore` and `begin`: from this step on nothing can have been released.
-
-        Returns the step to go on from: the ones before it may have been.
-        """
-        return max(step, self.steps)
-
-    def epsilon(self) -> float:
-        """A certified upper bound on what has been granted, at the budget's δ and relation."""
-        sigmas, rates = schedule(self.granted)
-        if (rates == 1).all():
-            spent = accounting.account.releases(sigmas, rates).spent if sigmas.size else 0.0
-            return self.budget.epsilon_of(spent)
-        return accounting.epsilon(sigmas, self.budget.delta, rates, relation=self.budget.relation)
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON."""
-        return {"granted": [events.to_dict(event) for event in self.granted]}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         """Charge again what a saved state had been granted."""
         if state.get("run"):
             raise InputError(
@@ -99,19 +150,36 @@ class Spending(ABC):
                 value=state["run"],
                 remedy='fit(..., ledger=URL, budget="name").',
             )
-        if self._granted:
-            raise InputError("restored before the first request", name="spending", value=self.steps)
+        self._refuse_used()
         for data in state["granted"]:
             self.request(events.from_dict(data))
 
+    def _refuse_used(self) -> None:
+        if self.steps:
+            raise InputError(
+                "one that has granted nothing yet",
+                name="the spending that goes on from a saved state",
+                value=f"{self.steps} steps granted",
+            )
 
-def schedule(granted: Iterable[GaussianStep]) -> tuple[np.ndarray, np.ndarray]:
-    """Noise multipliers and sampling rates, one for each single step."""
-    rows = list(granted)
-    counts = np.array([event.count for event in rows], dtype=np.int64)
-    sigmas = np.array([event.noise_multiplier for event in rows], dtype=np.float64)
-    rates = np.array([event.sampling_rate for event in rows], dtype=np.float64)
-    return np.repeat(sigmas, counts), np.repeat(rates, counts)
+    def _charge_lost(self, coming: Iterable[GaussianStep], upto: int) -> None:
+        """Charge the steps before `upto`. What would be refused was refused, and not released."""
+        with suppress(BudgetRefused):
+            for event in first_steps(coming, upto - self.steps):
+                self._charge_one_lost(event)
+
+    def _charge_one_lost(self, event: GaussianStep) -> None:
+        self.request(event)
+
+
+def first_steps(events: Iterable[GaussianStep], steps: int) -> Iterator[GaussianStep]:
+    """The events of the first so many single steps."""
+    left = steps
+    for event in events:
+        if left <= 0:
+            return
+        yield event if event.count <= left else replace(event, count=left)
+        left -= event.count
 
 
 class PlanSpending(Spending):
@@ -123,6 +191,10 @@ class PlanSpending(Spending):
         self._sigmas: list[float] = plan.sigmas.tolist()
         self._rates: list[float] = plan.rates.tolist()
 
+    def fits(self, event: GaussianStep) -> bool:
+        """Whether the event is the plan's next."""
+        return self._is_next(event)
+
     def _is_next(self, event: GaussianStep) -> bool:
         ahead = slice(self.steps, self.steps + event.count)
         return (
@@ -131,14 +203,7 @@ class PlanSpending(Spending):
             and self._rates[ahead] == [event.sampling_rate] * event.count
         )
 
-    def fits(self, event: GaussianStep) -> bool:
-        return self._is_next(event)
-
     def _charge(self, event: GaussianStep) -> None:
-        self.check(event)
-
-    def check(self, event: GaussianStep) -> None:
-        """Raise BudgetRefused where the event is not the plan's next."""
         if self.steps + event.count > self.plan.steps:
             raise BudgetRefused(
                 f"The plan's {self.plan.steps} steps are spent ({self.steps} granted, "
@@ -152,13 +217,16 @@ class PlanSpending(Spending):
 
 
 class AdaptiveSpending(Spending):
-    """Any steps, as long as the filter has room: for σ chosen while training."""
+    """Any steps, as long as they fit a privacy filter: for σ chosen while training."""
+
+    adaptive = True
 
     def __init__(self, filter: GaussianFilter | RenyiFilter) -> None:
         super().__init__(filter.budget)
         self._filter = filter
 
     def fits(self, event: GaussianStep) -> bool:
+        """Whether the filter would grant the event now."""
         return self._filter.fits(event)
 
     def _charge(self, event: GaussianStep) -> None:
@@ -167,41 +235,39 @@ class AdaptiveSpending(Spending):
                 f"{1 - self._filter.spent:.3%} of the budget is left, too little for {event}."
             )
 
-    def epsilon(self) -> float:
-        """What the filter guarantees: the whole budget, once a first step was granted.
 
-        The steps were chosen adaptively, so accounting them as if they had been fixed in advance
-        would not be covered; the filter's guarantee is.
-        """
-        return self.budget.epsilon if self._granted else 0.0
+@runtime_checkable
+class Payer(Protocol):
+    """Whoever keeps named budgets and lets a run spend one of them: a ledger."""
+
+    def pay(
+        self,
+        name: str,
+        plan: Plan | None = None,
+        *,
+        data: Any = None,
+        progress: Callable[[int, int], None] = ...,
+    ) -> Spending:
+        """A spending that asks the budget of this name."""
 
 
-class NotedSpending(Spending):
-    """The record of a rank that does not ask: the first of several asks for all."""
-
-    def fits(self, event: GaussianStep) -> bool:
-        raise NotImplementedError(f"the first rank is asked whether {event} fits")
-
-    def _charge(self, event: GaussianStep) -> None:
-        raise NotImplementedError(f"the first rank is asked for {event}")
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        for data in state["granted"]:
-            self.note(events.from_dict(data))
+def _silent(done: int, total: int) -> None:
+    del done, total
 
 
 def from_ledger(
-    url: str | None,
+    ledger: str | Path | Payer | None,
     name: str,
     plan: Plan | None,
     *,
     data: Any = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
+    progress: Callable[[int, int], None] = _silent,
 ) -> Spending:
-    """A ledger's budget behind this seam; `data` is checked to be the budget's."""
-    from diminuendo.ledger import Ledger, LedgerSpending, identify
+    """`ledger.pay(name, plan, data=data)` for a ledger, its URL or path, or None for the default.
 
-    ledger = Ledger(url, create=False)
-    known = data is not None and ledger.status(name).terms.data is not None
-    identity = identify(data, progress=progress) if known else None
-    return LedgerSpending(ledger, name, plan, data=identity)
+    progress  told how many bytes of the data have been read for their identity, and of how many
+    """
+    payer: Payer = (
+        ledger if isinstance(ledger, Payer) else _later(__name__, "Ledger")(ledger, create=False)
+    )
+    return payer.pay(name, plan, data=data, progress=progress)

@@ -258,3 +258,19 @@ BAD = [
 def test_bad_input(call, said: str) -> None:
     with pytest.raises(dim.InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize("conversion", ["exact", "zcdp"])
+def test_one_claim_for_full_batches_and_samples(conversion: str) -> None:
+    budget = dim.Budget(epsilon=3, delta=1e-5, conversion=conversion)
+    events = [dim.GaussianStep(noise_multiplier=s, count=n) for s, n in ((8.0, 3), (5.0, 2))]
+    R = 3 / 64 + 2 / 25
+    assert accounting.claim(events, budget) == pytest.approx(budget.epsilon_of(R), rel=1e-9)
+    assert accounting.claim(events, budget) >= budget.epsilon_of(R)
+    assert accounting.claim(events[::-1], budget) == accounting.claim(events, budget)
+    drawn = [*events, dim.GaussianStep(noise_multiplier=1.0, sampling_rate=0.1, count=7)]
+    expected = dim.epsilon([8.0] * 3 + [5.0] * 2 + [1.0] * 7, 1e-5, [1.0] * 5 + [0.1] * 7)
+    assert accounting.claim(drawn, budget) == expected
+    assert accounting.claim([], budget) == 0
+    many = [dim.GaussianStep(noise_multiplier=1e5, count=10**9)]
+    assert accounting.claim(many, budget) == pytest.approx(budget.epsilon_of(0.1), rel=1e-9)

@@ -47,7 +47,7 @@ def new_database(uri: str) -> str:
     return url.set(database=name, drivername="postgresql").render_as_string(hide_password=False)
 
 
-def execute(ledger: Ledger, statement: str, **values: Any) -> None:
+def execute(ledger: Ledger, statement: str, /, **values: Any) -> None:
     """Somebody who edits the database by hand."""
     engine = create_engine(ledger.url)
     with engine.begin() as connection:

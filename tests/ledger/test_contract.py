@@ -405,10 +405,10 @@ def test_spending_ahead_stops_where_the_budget_does(ledger: Ledger, some_plan: d
     assert 20 <= taken < 40
     with pytest.raises(BudgetRefused):
         spending.request(step(float(some_plan.sigmas[taken])))
-    spending.end()
+    spending.close()
     assert 0.98 < ledger.status("b").spent <= 1
     with pytest.raises(BudgetRefused, match="would fit"):
-        LedgerSpending(ledger, "b", some_plan).begin()
+        ledger.pay("b", some_plan).resume()
     assert ledger.runs("b")[-1].status == "closed"
 
 
@@ -417,28 +417,23 @@ def test_a_restored_spending_does_not_repeat_what_was_started(
 ) -> None:
     ledger.create("b", some_plan.budget)
     first = LedgerSpending(ledger, "b", some_plan, block=8)
-    first.begin()
+    first.resume()
     for sigma in some_plan.sigmas[:10]:
         first.request(step(float(sigma)))
         if first.steps == 5:
             saved = json.loads(json.dumps(first.state()))
     spent = ledger.status("b").spent_units
     second = LedgerSpending(ledger, "b", some_plan, block=8)
-    second.restore(saved)
-    second.begin()
+    coming = [step(float(sigma)) for sigma in some_plan.sigmas[5:]]
+    assert second.resume(saved, events=coming) == 16
     assert second.run == first.run
-    with pytest.raises(InputError, match="may have been released"):
-        second.request(step(float(some_plan.sigmas[5])))
-    for sigma in some_plan.sigmas[5:16]:
-        second.skip(step(float(sigma)))
     for sigma in some_plan.sigmas[16:]:
         second.request(step(float(sigma)))
-    second.end()
+    second.close()
     assert ledger.status("b").spent_units == spent
     third = LedgerSpending(ledger, "b", some_plan)
-    third.restore(saved)
     with pytest.raises(BudgetRefused):
-        third.begin()
+        third.resume(saved)
     verify(ledger)
 
 

@@ -15,7 +15,7 @@ import pytest
 from ledgers import in_child, step
 from test_training import BUDGET, STEPS, plan, train
 
-from diminuendo import BudgetRefused, InputError, Ledger, UsageError
+from diminuendo import BudgetRefused, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import LedgerSpending, verify
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending
@@ -51,20 +51,20 @@ def test_nothing_is_released_after_the_end(b: Ledger) -> None:
     with LedgerSpending(b, "b", made(), block=4) as spending:
         take(spending, FADING[:2])
     assert not spending.fits(step(20.0))
-    with pytest.raises(InputError, match="ended"):
+    with pytest.raises(UsageError, match="ended"):
         spending.request(step(20.0))
     assert spent(b) == cost(b, FADING[:2])
-    spending.begin()
+    spending.resume()
     take(spending, FADING[2:])
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, FADING)
 
 
 def test_a_fork_neither_spends_nor_ends_its_parents_run(b: Ledger) -> None:
     def child() -> None:
-        with pytest.raises(InputError, match="process that began it"):
+        with pytest.raises(UsageError, match="which began it"):
             spending.request(step(20.0))
-        spending.end()
+        spending.close()
 
     with LedgerSpending(b, "b", made(), block=4) as spending:
         take(spending, FADING[:2])
@@ -92,12 +92,12 @@ def test_a_lost_answer_is_never_a_free_step(
         grant = b.grant
         monkeypatch.setattr(b, "grant", lambda *a, **k: (grant(*a, **k), 1 / 0))
     else:
-        monkeypatch.setattr(spending, "note", lambda event: 1 / 0)
+        monkeypatch.setattr(spending, "_record", lambda event: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         spending.request(step(50.0))
     monkeypatch.undo()
     take(spending, [50.0, 5.0])
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, [50.0, 50.0, 50.0, 5.0])
     verify(b)
 
@@ -111,7 +111,7 @@ def test_a_lost_start_is_looked_up(b: Ledger, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     spending._block = 1
     take(spending, FADING)
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, FADING)
 
 
@@ -138,47 +138,108 @@ def test_threads_share_a_plan_step_by_step(b: Ledger) -> None:
 
 
 def crashed(b: Ledger, steps: int, **options: Any) -> tuple[dict[str, Any], str]:
-    """The state that a process left behind that died after so many steps."""
+    """The state that a process left behind that died after so many steps, and its run.
+
+    With it, under "receipt", what its journal held.
+    """
     reader, writer = os.pipe()
 
     def work() -> None:
         spending = LedgerSpending(b, "b", made(), block=4, **options)
         take(spending, FADING[:steps])
-        os.write(writer, json.dumps(spending.state()).encode())
+        left = {"state": spending.state(), "receipt": spending.receipt(steps)}
+        os.write(writer, json.dumps(left).encode())
 
     os.waitpid(in_child(work), 0)
-    state = json.loads(os.read(reader, 10_000))
+    left = json.loads(os.read(reader, 10_000))
     os.close(reader)
     os.close(writer)
-    return state, state["run"]
+    return {**left["state"], "receipt": left["receipt"]}, left["state"]["run"]
 
 
-def taken_up(b: Ledger, state: dict[str, Any], **options: Any) -> LedgerSpending:
+def taken_up(
+    b: Ledger, state: dict[str, Any], seen: int | None = None, *, known: bool = True, **options: Any
+) -> LedgerSpending:
+    """Resumed from a state, with the journal's word and the events of the steps after it."""
     spending = LedgerSpending(b, "b", made(), block=4, **options)
-    spending.restore(state)
-    spending.begin()
+    taken = sum(event["count"] for event in state["granted"])
+    after = [step(sigma) for sigma in FADING[taken:]] if known else []
+    receipt = state.get("receipt")
+    assert spending.resume(state, seen=seen, receipt=receipt, events=after) == spending.steps
     return spending
 
 
 def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
     state, run = crashed(b, 2)
-    one = taken_up(b, state)
-    assert one.not_released_from(2) == 2
+    one = taken_up(b, state, seen=2)
+    assert one.steps == 2
     take(one, FADING[2:3])
-    two = taken_up(b, state)
-    assert two.not_released_from(2) == 4, "what the first copy started may be out"
-    with pytest.raises(InputError, match="skip them"):
+    two = taken_up(b, state, seen=2, known=False)
+    with pytest.raises(UsageError, match=r"Steps 3 to 4 .* may have been released"):
         two.request(step(20.0))
+    two = taken_up(b, state, seen=2)
+    assert two.steps == 4, "what the first copy started may be out"
     take(one, FADING[3:4])
     with pytest.raises(UsageError, match="now belongs to another process"):
         one.request(step(5.0))
-    one.end()
+    one.close()
     assert b.run(run).status == "open"
-    for sigma in FADING[2:4]:
-        two.skip(step(sigma))
     take(two, FADING[4:])
-    two.end()
+    two.close()
     assert spent(b) == cost(b, FADING)
+    verify(b)
+
+
+def test_an_older_copy_of_the_journal_is_not_believed(b: Ledger) -> None:
+    """The original went on after the copy was made, and died; nobody resumed it in between."""
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        spending = LedgerSpending(b, "b", made(), block=1)
+        take(spending, FADING[:1])
+        copy = {**spending.state(), "receipt": spending.receipt(1)}
+        take(spending, FADING[1:2])
+        spending.receipt(2)
+        take(spending, FADING[2:4])
+        os.write(writer, json.dumps(copy).encode())
+
+    os.waitpid(in_child(work), 0)
+    copy = json.loads(os.read(reader, 10_000))
+    os.close(reader)
+    os.close(writer)
+    spending = taken_up(b, copy, seen=1)
+    assert spending.steps == 4, "what the original may have released is not taken again"
+    take(spending, FADING[4:])
+    spending.close()
+    assert spent(b) == cost(b, FADING)
+    verify(b)
+
+
+@pytest.mark.parametrize("ahead", ["plan", 4])
+def test_a_request_that_takes_effect_late_is_charged_once(
+    b: Ledger, monkeypatch: pytest.MonkeyPatch, ahead: Any
+) -> None:
+    """The server carries a grant out only after the client has given up and looked at its run."""
+    late: list[Any] = []
+    change = b._store.change
+
+    def delayed(work: Any, *, token: Any = None, same: Any = None) -> Any:
+        if not late and "operations.grant" in repr(work) + repr(getattr(work, "func", "")):
+            late.append(lambda: change(work, token=token, same=same))
+            raise LedgerError("The ledger could not be used: timeout.")
+        return change(work, token=token, same=same)
+
+    sigmas = [100.0] * 4 + [3.0] * 4
+    spending = LedgerSpending(b, "b", made(sigmas), ahead=ahead)
+    monkeypatch.setattr(b._store, "change", delayed)
+    monkeypatch.setattr("diminuendo.ledger.operations.grant.__qualname__", "operations.grant")
+    with pytest.raises(LedgerError, match="timeout"):
+        spending.request(step(100.0))
+    assert b.runs("b")[-1].granted == 0, "not yet"
+    late[0]()
+    take(spending, sigmas)
+    spending.close()
+    assert spent(b) == cost(b, sigmas)
     verify(b)
 
 
@@ -209,13 +270,11 @@ def test_a_zombie_is_dead(b: Ledger) -> None:
 def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
     state, run = crashed(b, 2)
     b.reclaim(run)
-    spending = taken_up(b, state)
+    spending = taken_up(b, state, seen=3)
     assert spending.run != run
-    assert spending.not_released_from(3) == 4, "started in the first run, and paid there"
-    for sigma in FADING[2:4]:
-        spending.skip(step(sigma))
+    assert spending.steps == 4, "started in the first run, and paid there"
     take(spending, FADING[4:])
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, FADING)
     verify(b)
 
@@ -227,7 +286,7 @@ def test_a_state_that_holds_what_was_given_back_pays_again(b: Ledger) -> None:
     spending = taken_up(b, state)
     assert spent(b) == cost(b, FADING)
     take(spending, FADING[3:])
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, FADING)
 
 
@@ -237,22 +296,21 @@ def test_a_state_from_elsewhere(b: Ledger) -> None:
         own.request(step(sigma))
     spending = taken_up(b, own.state(), ahead=2)
     assert spent(b) == cost(b, FADING[:3])
-    spending.end()
+    spending.close()
     with pytest.raises(InputError, match="the ledger that pays"):
-        PlanSpending(made()).restore(spending.state())
+        PlanSpending(made()).resume(spending.state())
     b.create("other", BUDGET)
     other = LedgerSpending(b, "other", made())
-    other.restore(spending.state())
     with pytest.raises(InputError, match="the run that is taken up"):
-        other.begin()
+        other.resume(spending.state())
 
 
 def test_resumed_with_the_whole_plan_ahead(b: Ledger) -> None:
     state, _ = crashed(b, 1, ahead=3)
-    spending = taken_up(b, state, ahead="plan")
-    assert spending.not_released_from(1) == 1
+    spending = taken_up(b, state, seen=1, ahead="plan")
+    assert spending.steps == 1
     take(spending, FADING[1:])
-    spending.end()
+    spending.close()
     assert spent(b) == cost(b, FADING)
 
 
@@ -269,7 +327,7 @@ def test_an_error_and_then_the_rest_of_the_plan(b: Ledger, url: str, tmp_path: P
         return after
 
     taken: list[int] = []
-    folder = {"folder": tmp_path / "run", "checkpoint_every": 5}
+    folder = {"folder": tmp_path / "run", "every": 5}
     with pytest.raises(RuntimeError):
         train(url, plan(), after_step=fail(7), **folder)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -280,18 +338,18 @@ def test_an_error_and_then_the_rest_of_the_plan(b: Ledger, url: str, tmp_path: P
     with pytest.raises(BudgetRefused):
         train(url, plan(), **{**folder, "folder": tmp_path / "copy"})
     with pytest.raises(InputError, match="the ledger that pays"):
-        train_alone(folder)
+        train_alone(tmp_path / "run")
     verify(b)
 
 
-def train_alone(folder: dict[str, Any]) -> None:
+def train_alone(folder: Path) -> None:
     from test_training import data
     from torch import nn
 
     from diminuendo.training import fit
 
     loss = nn.CrossEntropyLoss(reduction="none")
-    fit(nn.Linear(4, 3), data(), plan(), loss=loss, lr=0.5, progress=False, **folder)
+    fit(nn.Linear(4, 3), data(), plan(), loss=loss, lr=0.5, progress=False, folder=folder)
 
 
 def test_a_token_answers_one_request(b: Ledger) -> None:

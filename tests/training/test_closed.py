@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+from typing import Any
 
 import pytest
 import torch
+from small_runs import LOSS, PERCEPTRON
 from torch import nn
 
 import diminuendo as dim
@@ -16,26 +17,8 @@ from diminuendo.training.distributed import Group
 from diminuendo.training.seeds import Seeds
 from diminuendo.training.step import Released
 
-N, D = 40, 5
-LOSS = nn.CrossEntropyLoss(reduction="none")
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        budget = dim.Budget(epsilon=4, delta=1e-5)
-        return dim.plan(budget, **{"examples": N, "parameters": 60, "steps": 6, **changes})
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (N,), generator=generator)
+N, D = PERCEPTRON.examples, PERCEPTRON.features
+make_plan, make_model, make_data = PERCEPTRON.plan, PERCEPTRON.model, PERCEPTRON.data
 
 
 def test_cpu_noise_has_more_than_32_bits_of_entropy() -> None:
@@ -92,6 +75,8 @@ def test_a_loss_with_parameters_gets_no_plain_gradient() -> None:
 class Statistic(nn.Module):
     """Keeps a running mean of its inputs."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(D, 3).double()
@@ -100,7 +85,8 @@ class Statistic(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return self.linear(x)
+        out: torch.Tensor = self.linear(x)
+        return out
 
 
 class Centred(nn.Module):
@@ -111,8 +97,8 @@ class Centred(nn.Module):
         self.linear = nn.Linear(D, 3).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        return x - x.mean(0)
+        out: torch.Tensor = self.linear(x)
+        return out - out.mean(0)
 
 
 @pytest.mark.parametrize(("model", "said"), [(Statistic, "buffers"), (Centred, "mixes")])
@@ -123,7 +109,8 @@ def test_statistics_and_mixtures_of_the_data_are_refused(model: type, said: str)
 
 def test_a_loss_that_mixes_examples_is_refused() -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return LOSS(output, target) * output.abs().sum()
+        losses: torch.Tensor = LOSS(output, target)
+        return losses * output.abs().sum()
 
     with pytest.raises(dim.InputError, match="mixes"):
         fit(make_model(), make_data(), make_plan(), loss=loss, lr=0.1, progress=False)
@@ -162,7 +149,7 @@ def test_a_step_that_fails_half_way_is_spent_and_the_next_goes_on(where: str) ->
         with pytest.raises(dim.DiminuendoError, match="in place"):
             private.backward(losses)
         bx, by = next(batches)
-        with pytest.raises(dim.InputError, match="begun"):
+        with pytest.raises(dim.UsageError, match="Draw the next batch"):
             private.backward(LOSS(model(bx), by))
     assert private.charged == private.spending.steps == 1
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -177,7 +164,7 @@ def test_a_release_cut_short_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> N
     private = PrivateGradients(model, make_plan())
     plain = private._release
 
-    def cut(*given: object) -> None:
+    def cut(*given: Any) -> None:
         plain(*given)
         private.step -= 1
         raise KeyboardInterrupt
@@ -228,7 +215,7 @@ def test_empty_draws_for_layers_that_take_no_empty_batch() -> None:
         (None, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)}, "optimizer"),
     ],
 )
-def test_bad_use_of_fit(data: object, options: dict[str, object], said: str) -> None:
+def test_bad_use_of_fit(data: object, options: dict[str, Any], said: str) -> None:
     data = make_data() if data is None else data
     arguments = {"loss": LOSS, "lr": 0.1, "progress": False, **options}
     with pytest.raises(dim.InputError, match=said):
@@ -237,7 +224,8 @@ def test_bad_use_of_fit(data: object, options: dict[str, object], said: str) -> 
 
 def test_a_clip_that_fails_costs_nothing() -> None:
     model, (x, y) = make_model(), make_data()
-    private = PrivateGradients(model, make_plan(), clip=lambda t: Flat(1.0) if t > 1 else 1.0)
+    sometimes: Any = lambda t: Flat(1.0) if t > 1 else 1.0  # noqa: E731
+    private = PrivateGradients(model, make_plan(), clip=sometimes)
     with pytest.raises(dim.InputError, match="clip"):
         private.backward(LOSS(model(x), y))
     assert private.charged == private.spending.steps == 0
@@ -261,6 +249,9 @@ def test_a_loss_that_takes_on_parameters_later_gets_no_plain_gradient() -> None:
 
 class Rebinds(nn.Module):
     """The usual way to write a running mean: the buffer becomes another tensor."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -330,7 +321,7 @@ def test_a_batch_is_charged_at_the_rate_it_was_drawn_at() -> None:
     losses = LOSS(model(x), y)
     with pytest.raises(OSError, match="locked"):
         private.backward(losses)
-    with pytest.raises(dim.InputError, match="of step 2"):
+    with pytest.raises(dim.UsageError, match="next step to take is 2"):
         next(drawn)
     for x, y in private.batches(make_data()):
         private.backward(LOSS(model(x), y))
@@ -373,8 +364,8 @@ def test_schedulers_that_would_fail_after_the_first_step() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    steps = torch.optim.lr_scheduler.StepLR
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    steps: Any = torch.optim.lr_scheduler.StepLR
     for scheduler, said in (
         (plateau, "needs no loss"),
         (steps, "made for the optimizer"),

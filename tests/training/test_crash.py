@@ -19,7 +19,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
 import torch, test_fit
-from diminuendo.training.step import PrivateGradients
+from diminuendo.training.mechanism import NoisySum
 torch.set_num_threads(1)
 folder, seed, rng = {folder!r}, {seed!r}, random.Random(3)
 log = os.open(folder + "/log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -44,13 +44,14 @@ def child(death):
         return acted
     os.replace, os.fsync = around(os.replace), around(os.fsync)
     Path.replace = around(Path.replace)
-    plain = PrivateGradients._release
-    def release(self, step):
-        plain(self, step)
-        os.write(log, f"{{self.step - 1}} {{step.noise_std}}\\n".encode())
-    PrivateGradients._release = around(release)
+    plain = NoisySum.release
+    def release(self):
+        gradients = plain(self)
+        os.write(log, f"{{self.step}} {{self.noise_std}}\\n".encode())
+        return gradients
+    NoisySum.release = around(release)
     model = test_fit.make_model()
-    result = test_fit.run(model, plan, folder=folder, checkpoint_every=3, **options())
+    result = test_fit.run(model, plan, folder=folder, every=3, **options())
     sigmas = [e.noise_multiplier for e in result.events for _ in range(e.count)]
     torch.save((test_fit.weights(model), sigmas), folder + "/end.pt")
     os._exit(0)

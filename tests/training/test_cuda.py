@@ -5,28 +5,27 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from small_runs import LOSS, gradient, weights
 from torch import nn
 
 import diminuendo as dim
-from diminuendo.training import PrivateGradients, fit
+from diminuendo.training import Checkpoints, PrivateGradients, Result, fit
 from diminuendo.training.seeds import Seeds
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 N, D, STEPS = 40, 5, 12
-LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
-def make_plan(**changes: object) -> dim.Plan:
+def make_plan(**changes: Any) -> dim.Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(
-            dim.Budget(epsilon=4, delta=1e-5),
-            **{"examples": N, "parameters": 60, "steps": STEPS, "clip": 0.7, **changes},
-        )
+        settings = {"examples": N, "parameters": 60, "steps": STEPS, "clip": 0.7, **changes}
+        return dim.plan(dim.Budget(epsilon=4, delta=1e-5), **settings)
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -56,14 +55,6 @@ def noise(size: int, std: float, seed: int, step: int = 0) -> torch.Tensor:
     generator = Seeds.make(seed).generator("noise", step, "cuda")
     empty = torch.empty(size, dtype=torch.float64, device="cuda")
     return empty.normal_(0.0, std, generator=generator)
-
-
-def gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("micro_batch", [None, 7])
@@ -135,7 +126,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 ) -> None:
     plan = make_plan(sampling_rate=rate, gamma=0.95)
 
-    def run(model: nn.Module, crash: int | None = None, folder: Path | None = None):
+    def run(model: nn.Module, crash: int | None = None, folder: Path | None = None) -> Result:
         def after(step: int, _: object) -> None:
             if step == crash:
                 raise Stopped
@@ -148,8 +139,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
             optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
             seed=7,
             micro_batch=micro_batch,
-            folder=folder,
-            checkpoint_every=3,
+            folder=None if folder is None else Checkpoints(folder, every=3),
             progress=False,
             after_step=after,
         )

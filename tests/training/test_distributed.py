@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import two_ranks
 
 from diminuendo.training.distributed import Group
 
@@ -67,29 +66,11 @@ def torchrun(world: int, arguments: list[str]) -> int:
     ).returncode
 
 
-def pair(arguments: list[str]) -> list[subprocess.Popen[bytes]]:
-    """Two ranks that nobody looks after: torchrun would end the second one itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stderr=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-        )
-        for rank in range(2)
-    ]
-
-
 def load(folder: Path, rank: int) -> list[tuple[torch.Tensor, str, int, float]]:
-    return torch.load(folder / f"{rank}.pt", weights_only=True)
+    runs: list[tuple[torch.Tensor, str, int, float]] = torch.load(
+        folder / f"{rank}.pt", weights_only=True
+    )
+    return runs
 
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -125,7 +106,7 @@ def test_torchrun_reports_a_rank_that_dies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_if_a_rank_is_killed_the_other_stops_with_an_error(victim: int, tmp_path: Path) -> None:
-    ranks = pair(script(tmp_path, "1.0", "wait"))
+    ranks = two_ranks(script(tmp_path, "1.0", "wait"))
     try:
         files = [tmp_path / f"{rank}.pid" for rank in range(2)]
         until = time.monotonic() + 60
@@ -143,7 +124,7 @@ def test_if_a_rank_is_killed_the_other_stops_with_an_error(victim: int, tmp_path
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(asked: int, tmp_path: Path) -> None:
-    ranks = pair(script(tmp_path, "1.0", "wait"))
+    ranks = two_ranks(script(tmp_path, "1.0", "wait"))
     try:
         file = tmp_path / f"{asked}.pid"
         until = time.monotonic() + 60

@@ -9,50 +9,23 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_runs import LINEAR, LOSS, run, weights
 from torch import nn
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending
-from diminuendo.training import PrivateDescent, PrivateGradients, fit
+from diminuendo.training import PrivateDescent, PrivateGradients, Released, fit
 from diminuendo.training.progress import EpsilonSoFar
 
-N, D, STEPS = 30, 4, 20
-LOSS = nn.CrossEntropyLoss(reduction="none")
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(
-            dim.Budget(epsilon=4, delta=1e-5),
-            **{"examples": N, "parameters": 15, "steps": STEPS, **changes},
-        )
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(D, 3)
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(N, D, generator=generator), torch.randint(0, 3, (N,), generator=generator))
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def run(model: nn.Module, plan: dim.Plan, **options: object):
-    settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
-    return fit(model, settings.pop("data"), plan, **settings)
+N, D, STEPS = LINEAR.examples, LINEAR.features, LINEAR.steps
+make_plan, make_model, make_data = LINEAR.plan, LINEAR.model, LINEAR.data
 
 
 def test_a_run_ends_with_what_it_spent() -> None:
@@ -104,7 +77,7 @@ class Stopped(Exception):
     pass
 
 
-def _stop_at(step: int):
+def _stop_at(step: int) -> Any:
     def after(done: int, _: object) -> None:
         if done == step:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,7 +85,7 @@ def _stop_at(step: int):
     return after
 
 
-def _crash_at(step: int):
+def _crash_at(step: int) -> Any:
     def after(done: int, _: object) -> None:
         if done == step:
             raise Stopped
@@ -120,7 +93,7 @@ def _crash_at(step: int):
     return after
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "descent": lambda m: PrivateDescent(m.parameters(), lr=0.5, beta=0.9),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.05),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -131,7 +104,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 @pytest.mark.parametrize("stop", [_stop_at, _crash_at])
 def test_resumed_runs_equal_uninterrupted_ones_bit_for_bit(
-    name: str, rate: float, stop, tmp_path: Path
+    name: str, rate: float, stop: Any, tmp_path: Path
 ) -> None:
     plan = make_plan(sampling_rate=rate, gamma=0.95)
     straight = make_model()
@@ -144,7 +117,7 @@ def test_resumed_runs_equal_uninterrupted_ones_bit_for_bit(
         options = {
             "seed": 7,
             "folder": tmp_path,
-            "checkpoint_every": 4,
+            "every": 4,
             "lr_scheduler": scheduler(optimizer, 5, 0.5),
         }
         try:
@@ -171,12 +144,12 @@ def after(step, private):
         os._exit(9)
 options = test_fit.{options}()
 plan = options.pop("plan") if "plan" in options else test_fit.make_plan()
-test_fit.run(test_fit.{model}(), plan, folder={folder!r}, checkpoint_every=5, after_step=after,
+test_fit.run(test_fit.{model}(), plan, folder={folder!r}, every=5, after_step=after,
              **options)
 """
 
 
-def nothing() -> dict[str, object]:
+def nothing() -> dict[str, Any]:
     return {}
 
 
@@ -196,7 +169,7 @@ def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
         make_model(),
         plan,
         folder=tmp_path,
-        checkpoint_every=5,
+        every=5,
         after_step=lambda step, private: taken.append(step),
     )
     assert taken == list(range(11, STEPS + 1))
@@ -249,7 +222,7 @@ def make_noisy() -> nn.Module:
     return Noisy()
 
 
-def seeded() -> dict[str, object]:
+def seeded() -> dict[str, Any]:
     return {"seed": 3, "data": list(zip(*make_data(), strict=True))}
 
 
@@ -262,18 +235,18 @@ def test_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(resumed), weights(straight), rtol=0, atol=0)
 
 
-def by_gradient(released) -> float:
+def by_gradient(released: Released) -> float:
     """A policy that looks at everything it may."""
     size = sum(float(g.abs().sum()) for g in released.gradients)
     return 5.0 + (size * 1e3) % 3 + 0.1 * (released.step % 7) + 0.01 * (len(released.granted) % 5)
 
 
-def adaptive(seed: int | None = None) -> dict[str, object]:
+def adaptive(seed: int | None = None) -> dict[str, Any]:
     spending = AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=4, delta=1e-5)))
     return {"policy": by_gradient, "spending": spending, "seed": seed}
 
 
-def adaptive_seeded() -> dict[str, object]:
+def adaptive_seeded() -> dict[str, Any]:
     return adaptive(5)
 
 
@@ -286,7 +259,7 @@ def test_a_policy_resumes_bit_for_bit(tmp_path: Path) -> None:
             make_model(),
             make_plan(),
             folder=tmp_path,
-            checkpoint_every=3,
+            every=3,
             after_step=_crash_at(11),
             **adaptive_seeded(),
         )
@@ -356,7 +329,7 @@ def test_a_reserve_beyond_the_budget_does_not_block_resuming(tmp_path: Path) -> 
     assert 0 < result.steps < STEPS
 
 
-def little() -> dict[str, object]:
+def little() -> dict[str, Any]:
     return {"spending": AdaptiveSpending(GaussianFilter(dim.Budget(epsilon=1, delta=1e-5)))}
 
 
@@ -386,7 +359,7 @@ def test_resuming_with_a_rate_for_each_step(tmp_path: Path) -> None:
     assert result.events == plan.events
 
 
-def varied() -> dict[str, object]:
+def varied() -> dict[str, Any]:
     return {"plan": make_plan(sampling_rate=np.linspace(0.1, 0.9, STEPS), gamma=0.95)}
 
 
@@ -413,7 +386,7 @@ def test_the_bar_shows_epsilon_and_a_loss_only_on_request(
     assert "loss" not in shown
     assert result.training_loss is None
     result = run(make_model(), make_plan(), progress=True, reveal_training_loss=True)
-    assert result.training_loss > 0
+    assert (result.training_loss or 0) > 0
     assert "loss" in capsys.readouterr().err
     run(make_model(), make_plan(), progress=True, seed=1)
     assert "not private" in capsys.readouterr().err
@@ -437,7 +410,7 @@ torch.set_num_threads(1)
 model = test_fit.make_model()
 seed = None if sys.argv[2] == "none" else int(sys.argv[2])
 result = test_fit.run(model, test_fit.make_plan(steps=400), seed=seed, folder=sys.argv[1],
-                      checkpoint_every=3)
+                      every=3)
 torch.save(test_fit.weights(model), sys.argv[1] + "/weights.pt")
 print(result.steps, sum(e.count for e in result.events), result.epsilon)
 """
@@ -487,7 +460,7 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
     import pickle
 
     class Evil:
-        def __reduce__(self):
+        def __reduce__(self) -> Any:
             return (os.system, (f"touch {tmp_path / 'pwned'}",))
 
     run(make_model(), make_plan(), folder=tmp_path, seed=1)
@@ -500,3 +473,39 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 def test_lr_or_optimizer_is_needed() -> None:
     with pytest.raises(dim.InputError, match="lr"):
         fit(make_model(), make_data(), make_plan(), loss=LOSS, progress=False)
+
+
+def test_old_arguments_work_and_say_what_to_write(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Checkpoints\(folder, every\)"):
+        fit(
+            make_model(),
+            make_data(),
+            make_plan(),
+            loss=LOSS,
+            lr=0.5,
+            progress=False,
+            folder=tmp_path / "run",
+            checkpoint_every=5,
+        )
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    ledger = dim.Ledger(tmp_path / "ledger.sqlite")
+    (tmp_path / "data").write_text("1 2 3")
+    tied_to = dim.ledger.identify(tmp_path / "data")
+    ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=tied_to)
+    options = {"ledger": ledger, "budget": "b"}
+    with pytest.raises(dim.InputError, match="the data of the budget"):
+        run(make_model(), make_plan(), **options)
+    with pytest.warns(DeprecationWarning, match=r"ledger\.pay"):
+        assert run(make_model(), make_plan(), source=tmp_path / "data", **options).status == "done"
+    with pytest.raises(TypeError, match="colour"):
+        run(make_model(), make_plan(), colour="red")
+
+
+def test_what_pays_may_be_made_by_the_ledger(tmp_path: Path) -> None:
+    ledger = dim.Ledger(tmp_path / "ledger.sqlite")
+    ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=dim.ledger.identify(make_data()))
+    spending = ledger.pay("b", make_plan(), data=make_data())
+    result = run(make_model(), make_plan(), spending=spending)
+    assert (result.status, result.ledger["run"]) == ("done", ledger.runs("b")[0].id)
+    with pytest.raises(dim.InputError, match="seed"):
+        run(make_model(), make_plan(), spending=ledger.pay("b", make_plan()), seed=1)

@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_runs import LINEAR, LOSS, run, weights
 from torch import nn
 
-import diminuendo as dim
 from diminuendo.errors import InputError
-from diminuendo.training import PrivateGradients, fit
+from diminuendo.training import PrivateGradients
 from diminuendo.training.sampling import Source
 
-N, D = 30, 4
-LOSS = nn.CrossEntropyLoss(reduction="none")
-
-
-def make_plan(steps: int) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        budget = dim.Budget(epsilon=4, delta=1e-5)
-        return dim.plan(budget, examples=N, parameters=15, steps=steps)
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(D, 3)
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(N, D, generator=generator), torch.randint(0, 3, (N,), generator=generator))
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Any:
-    settings = {"data": make_data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
-    return fit(model, settings.pop("data"), plan, **settings)
+N, D = LINEAR.examples, LINEAR.features
+make_plan, make_model, make_data = LINEAR.plan, LINEAR.model, LINEAR.data
 
 
 X, Y = (part.numpy() for part in make_data())

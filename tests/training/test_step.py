@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import math
-import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_runs import BUDGET, LOSS, PERCEPTRON, gradient
 from torch import nn
 from torch.utils.data import Dataset
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending, PlanSpending
-from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients
+from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients, Released
 from diminuendo.training.clipping import EngineError
 from diminuendo.training.seeds import Seeds
 
-N, D = 40, 5
-BUDGET = dim.Budget(epsilon=4, delta=1e-5)
-
-
-def make_plan(**changes: object) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(
-            BUDGET, **{"examples": N, "parameters": 60, "steps": 6, "clip": 0.7, **changes}
-        )
-
-
-def make_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def make_data(seed: int = 1, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, D, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (n,), generator=generator)
-
-
-LOSS = nn.CrossEntropyLoss(reduction="none")
+N, D = PERCEPTRON.examples, PERCEPTRON.features
+make_plan, make_model, make_data = PERCEPTRON.plan, PERCEPTRON.model, PERCEPTRON.data
 
 
 def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
@@ -53,10 +32,6 @@ def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -
         flat = torch.cat([g.flatten() for g in grads])
         total += flat * min(1.0, clip / float(flat.norm()))
     return total
-
-
-def gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n() -> None:
@@ -95,7 +70,9 @@ def test_a_plan_runs_exactly_its_steps() -> None:
     plan, data = make_plan(steps=5), make_data()
     model = make_model()
     private = PrivateGradients(model, plan)
-    assert len([private.backward(LOSS(model(x), y)) for x, y in private.batches(data)]) == 5
+    for x, y in private.batches(data):
+        private.backward(LOSS(model(x), y))
+    assert private.step == 5
     assert private.spending.granted == plan.events
     assert private.spending.epsilon() <= 4
     with pytest.raises(dim.BudgetRefused, match="5 steps are spent"):
@@ -142,7 +119,7 @@ def test_poisson_draws_divide_by_the_expected_size_and_empty_ones_count() -> Non
     assert private.spending.steps == 30
 
 
-class Pairs(Dataset):
+class Pairs(Dataset[Any]):
     """A map-style dataset."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -197,7 +174,7 @@ def test_a_broken_example_contributes_nothing_and_changes_nothing_else() -> None
         (lambda t: Flat(2.0 / t), 2.0),
     ],
 )
-def test_noise_follows_the_sensitivity_of_the_clip(clip: object, sensitivity: float) -> None:
+def test_noise_follows_the_sensitivity_of_the_clip(clip: Any, sensitivity: float) -> None:
     model, plan = make_model(), make_plan()
     private = PrivateGradients(model, plan, clip=clip, seed=9)
     private.backward((model(make_data()[0]) * 0).sum(1))
@@ -210,9 +187,9 @@ def test_noise_follows_the_sensitivity_of_the_clip(clip: object, sensitivity: fl
 def test_a_policy_is_held_by_its_filter() -> None:
     plan, data = make_plan(), make_data()
     model = make_model()
-    seen = []
+    seen: list[Released] = []
 
-    def policy(released: object) -> float:
+    def policy(released: Released) -> float:
         seen.append(released)
         return 6.0 if len(seen) % 2 else 9.0
 
@@ -269,7 +246,7 @@ def test_a_poisson_sample_is_one() -> None:
     assert abs(both - 40) < 5 * math.sqrt(40)
 
 
-def wrong(action):
+def wrong(action: Any) -> Any:
     model, plan, data = make_model(), make_plan(), make_data()
     return action(model, PrivateGradients(model, plan), data)
 
@@ -290,7 +267,7 @@ def wrong(action):
         (lambda m, p, d: PrivateGradients(nn.BatchNorm1d(3), p.plan), "GroupNorm"),
     ],
 )
-def test_bad_use(action, said: str) -> None:
+def test_bad_use(action: Any, said: str) -> None:
     with pytest.raises(dim.DiminuendoError, match=said):
         wrong(action)
 

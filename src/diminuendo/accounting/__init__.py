@@ -1,6 +1,13 @@
 """Events to ε. Full batch: the closed form. Poisson subsampling: a certified bracket."""
 
-from diminuendo.accounting.account import Bracket, bracket, delta, epsilon, running_epsilon
+from diminuendo.accounting.account import (
+    Bracket,
+    bracket,
+    claim,
+    delta,
+    epsilon,
+    running_epsilon,
+)
 from diminuendo.accounting.calibrate import (
     largest_clip_to_noise,
     largest_sampling_rate,
@@ -14,6 +21,7 @@ __all__ = [
     "RenyiFilter",
     "best_order",
     "bracket",
+    "claim",
     "delta",
     "epsilon",
     "largest_clip_to_noise",

@@ -8,7 +8,7 @@ lower end of `bracket` is a lower bound for the same composition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +18,9 @@ from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.accounting.subsampled import closed_form
-from diminuendo.budget import Relation
+from diminuendo.budget import Budget, Relation
 from diminuendo.errors import InputError
+from diminuendo.events import GaussianStep
 
 LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
 """What subsampled steps are certified for; σ above the most counts as the most."""
@@ -69,6 +70,12 @@ class Releases(NamedTuple):
         if relation == "replace-one":
             return self._replace_one_epsilon(delta)
         return _certified(lambda: subsampled.epsilon_upper(*self._reach(), delta))
+
+    def claim(self, budget: Budget) -> float:
+        """The ε that may be claimed at the budget's δ, relation and conversion."""
+        if self.full_batch:
+            return budget.epsilon_of(self.spent)
+        return self.epsilon(budget.delta, budget.relation)
 
     def _reach(self) -> Releases:
         """The same, checked against and held within what the subsampled bounds are made for."""
@@ -123,6 +130,28 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
     rates = check_rates(sampling_rate, noise.size)
     keys, counts = np.unique(noise + 1j * rates, return_counts=True)
     return Releases(keys.real.copy(), keys.imag.copy(), counts.astype(np.float64))
+
+
+def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
+    """The ε ≥ 0 that may be claimed for these events together, by the budget's terms.
+
+    A certified upper bound for an adversary who sees every step, at the budget's δ and neighbouring
+    relation: by the closed form (and the budget's conversion) where every step takes the full
+    batch, by the certified bounds for Poisson sampling otherwise. The events must have been fixed
+    in advance; for σ chosen while training, what a filter guarantees is the claim.
+    """
+    return of_events(events).claim(budget)
+
+
+def of_events(events: Iterable[GaussianStep]) -> Releases:
+    """Events with equal ones gathered; order does not matter to the accountant."""
+    counts: dict[tuple[float, float], int] = {}
+    for event in events:
+        key = (event.noise_multiplier, event.sampling_rate)
+        counts[key] = counts.get(key, 0) + event.count
+    pairs = np.array(sorted(counts), dtype=np.float64).reshape(-1, 2)
+    times = np.array([counts[key] for key in sorted(counts)], dtype=np.float64)
+    return Releases(pairs[:, 0], pairs[:, 1], times)
 
 
 def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:

@@ -55,7 +55,22 @@ class _Filter(ABC):
         """What each event costs (all `count` of it), in units of 2⁻²⁰⁰, rounded up."""
 
     @abstractmethod
+    def _epsilon(self, spent: Fraction) -> float:
+        """A certified ε ≥ 0 of steps that cost this much together, at the budget's δ."""
+
+    @abstractmethod
     def _terms(self) -> dict[str, Any]: ...
+
+    def claim(self, spent: int) -> float:
+        """A certified ε of everything that was charged: `spent`, in units of 2⁻²⁰⁰.
+
+        At the budget's δ and relation. Within the limit it is at most the budget's: that is what
+        the filter guarantees.
+        """
+        if spent <= 0:
+            return 0.0
+        epsilon = self._epsilon(Fraction(spent, UNIT))
+        return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
 
     def fits(self, step: GaussianStep) -> bool:
         """Whether `request` would say yes. Changes nothing."""
@@ -138,6 +153,10 @@ class GaussianFilter(_Filter):
             prices.append(step.count * -(-scale * under**2 // over**2))
         return prices
 
+    def _epsilon(self, spent: Fraction) -> float:
+        mu_squared = float(np.nextafter(float(spent), math.inf))
+        return self.budget.epsilon_of(mu_squared / self.budget.sensitivity**2 * (1 + 1e-12))
+
     def _terms(self) -> dict[str, Any]:
         return {}
 
@@ -190,6 +209,11 @@ class RenyiFilter(_Filter):
             step.count * max(math.ceil(Fraction(cost) * UNIT), 1)
             for step, cost in zip(steps, each.tolist(), strict=True)
         ]
+
+    def _epsilon(self, spent: Fraction) -> float:
+        offset, divergence = renyi.offset(self.order, self.budget.delta), float(spent)
+        margin = 1e-12 * divergence + 1e-14 * (1 + abs(offset))
+        return max(divergence + offset + margin, 0.0)
 
     def _terms(self) -> dict[str, Any]:
         return {"order": self.order}

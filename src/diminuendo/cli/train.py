@@ -26,7 +26,8 @@ from diminuendo.report import html
 from diminuendo.report import run as run_report
 
 if TYPE_CHECKING:
-    from diminuendo.training import Result
+    from diminuendo.ledger import LedgerSpending
+    from diminuendo.training import Checkpoints, Result
 
 _NUMBER = (int, float)
 _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
@@ -143,11 +144,8 @@ def train(
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),
-                ledger=_ledger(settings, here).get("url"),
-                budget=_ledger(settings, here).get("budget"),
-                source=_source(settings, here),
-                folder=output / "checkpoint",
-                checkpoint_every=training.get("checkpoint_every", 50),
+                spending=_spending(settings, here, plan, data, progress=not as_json),
+                folder=_checkpoints(output / "checkpoint", training),
                 progress=not as_json,
                 reveal_training_loss=reveal_training_loss
                 or training.get("reveal_training_loss", False),
@@ -342,27 +340,40 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
         ) from None
 
 
-def _ledger(settings: Mapping[str, Any], folder: Path) -> Mapping[str, str]:
-    """Who pays; a path is relative to the run file, as all paths in it are."""
-    section: dict[str, str] = dict(settings.get("ledger", {}))
-    if "://" not in section.get("url", "://"):
-        section["url"] = str(folder / Path(section["url"]).expanduser())
-    if "ledger" in settings and "budget" not in section:
+def _spending(
+    settings: Mapping[str, Any], folder: Path, plan: Plan, data: Any, *, progress: bool
+) -> LedgerSpending | None:
+    """Who pays; a ledger's path is relative to the run file, as all paths in it are.
+
+    The data are compared by their file where the budget knows them by it (`ledger create --data`),
+    else by their content.
+    """
+    if "ledger" not in settings:
+        return None
+    from diminuendo.ledger import Ledger, identify
+    from diminuendo.training.progress import reading
+
+    section: dict[str, str] = dict(settings["ledger"])
+    if "budget" not in section:
         raise InputError(
             "there", name="ledger.budget", value=None, remedy="Which of the ledger's budgets pays?"
         )
-    return section
+    if "://" not in section.get("url", "://"):
+        section["url"] = str(folder / Path(section["url"]).expanduser())
+    ledger = Ledger(section.get("url"), create=False)
+    if "path" in settings["data"]:
+        file = folder / str(settings["data"]["path"])
+        tied_to = ledger.status(section["budget"]).terms.data
+        if tied_to is not None and identify(file) == tied_to:
+            data = file
+    with reading(progress) as shown:
+        return ledger.pay(section["budget"], plan, data=data, progress=shown)
 
 
-def _source(settings: Mapping[str, Any], folder: Path) -> Path | None:
-    """The data's file, where the budget that pays knows the data by it (`ledger create --data`)."""
-    if "ledger" not in settings or "path" not in settings["data"]:
-        return None
-    from diminuendo.ledger import Ledger, identify
+def _checkpoints(folder: Path, training: Mapping[str, Any]) -> Checkpoints:
+    from diminuendo.training import Checkpoints
 
-    path, section = folder / str(settings["data"]["path"]), _ledger(settings, folder)
-    known = Ledger(section.get("url"), create=False).status(section["budget"]).terms.data
-    return path if known is not None and identify(path) == known else None
+    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every))
 
 
 def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sqlalchemy import Connection, Row, Select, select
 
@@ -28,8 +28,10 @@ from diminuendo.events import GaussianStep
 from diminuendo.ledger import address, operations, process, renamed, rows, schema
 from diminuendo.ledger.capacity import NotEnoughLeft, noise_factor_to_fit, refusal
 from diminuendo.ledger.engine import weaknesses
+from diminuendo.ledger.identity import Progress, identify, silent
 from diminuendo.ledger.records import Head, Record
 from diminuendo.ledger.rows import Run, Status
+from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.store import Change, Store
 from diminuendo.ledger.terms import Terms, text
 from diminuendo.planning import Plan
@@ -195,6 +197,31 @@ class Ledger:
         """Deprecated name of `scaled_to_fit`."""
         renamed.warn("Ledger.fitting", "Ledger.scaled_to_fit")
         return self.scaled_to_fit(name, plan)
+
+    def pay(
+        self,
+        name: str,
+        plan: Plan | None = None,
+        *,
+        data: Any = None,
+        label: str = "",
+        ahead: int | Literal["plan"] = "plan",
+        progress: Progress = silent,
+    ) -> LedgerSpending:
+        """A spending that asks this budget before every step, for `fit` or `PrivateGradients`.
+
+        Charges nothing yet: the run opens when training begins.
+
+        plan      whose steps will be asked for, in order; without one, any steps, one by one
+        data      the run's data, or the files that they came from: refused where they are not the
+                  budget's. They are read only where the budget is tied to data
+        ahead     with a plan: "plan" charges all of it at the start, a number that many steps at a
+                  time
+        progress  told how many bytes of the data have been read, and of how many
+        """
+        compared = data is not None and self.status(name).terms.data is not None
+        identity = identify(data, progress=progress) if compared else None
+        return LedgerSpending(self, name, plan, ahead=ahead, data=identity, label=label)
 
     def open_run(
         self,

@@ -9,8 +9,6 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from diminuendo import _validate
 from diminuendo.accounting import renyi
 from diminuendo.accounting.filters import UNIT, GaussianFilter, RenyiFilter
@@ -120,17 +118,7 @@ class Terms:
         Certified are the limit (the budget's ε, whatever rule was followed) and `odometer`.
         Within the limit it is at most the budget's ε.
         """
-        if spent <= 0:
-            return 0.0
-        if self.order is None:
-            R = float(np.nextafter(float(Fraction(spent, UNIT)), math.inf))
-            epsilon = self.budget.epsilon_of(R / self.budget.sensitivity**2 * (1 + 1e-12))
-        else:
-            offset = renyi.offset(self.order, self.budget.delta)
-            divergence = float(Fraction(spent, UNIT))
-            margin = 1e-12 * divergence + 1e-14 * (1 + abs(offset))
-            epsilon = max(divergence + offset + margin, 0.0)
-        return min(epsilon, self.budget.epsilon) if spent <= self.limit else epsilon
+        return self.filter.claim(spent)
 
     def odometer(self, spent: int) -> float:
         """ε that holds at every moment at once, also at one chosen by what was released before.

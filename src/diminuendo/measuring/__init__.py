@@ -10,7 +10,7 @@
 
 from diminuendo import _extras
 
-with _extras.needed("torch", extra="torch", purpose="Measuring influence and curvature"):
+with _extras.needed("torch", extra="all", purpose="Measuring an influence"):
     from diminuendo.measuring.curvature import HessianSpectrum, spectrum_of
     from diminuendo.measuring.result import ExponentialFit, MeasuredInfluence
     from diminuendo.measuring.retraining import measure

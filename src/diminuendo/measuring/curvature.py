@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
-from diminuendo import _validate, influence
+from diminuendo import _progress, _validate, influence
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.influence.measured import mark
@@ -26,7 +26,6 @@ from diminuendo.measuring.source import NOT_PRIVATE, Source, check_source
 from diminuendo.replicas.batch import Loss, cross_entropy
 from diminuendo.replicas.checks import Pair
 from diminuendo.replicas.initial import flat_parameters
-from diminuendo.replicas.progress import progress_bar
 
 SMALLEST = 1e-5
 """Length of a new vector, relative to the matrix, below which it is rounding error only."""
@@ -106,10 +105,10 @@ def spectrum_of(
     product, size, like = _products(model, data, cross_entropy if isinstance(loss, str) else loss)
     generator = torch.Generator().manual_seed(_validate.count("seed", seed, at_least=0))
     values, weights = [], []
-    with progress_bar("spectrum", times * min(steps, size), progress) as advance:
+    with _progress.bar("spectrum", total=times * min(steps, size), shown=progress) as bar:
         for _ in range(times):
             start = torch.randn(size, generator=generator, dtype=torch.float64).to(like)
-            nodes, shares = lanczos(product, start, steps, advance)
+            nodes, shares = lanczos(product, start, steps, bar.advance)
             values.append(nodes)
             weights.append(shares / times)
     eigenvalues, mass = np.concatenate(values), np.concatenate(weights)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from diminuendo import _validate
+from diminuendo import _progress, _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.measuring.result import MeasuredInfluence
@@ -28,7 +28,6 @@ from diminuendo.replicas.batch import Batch, Loss
 from diminuendo.replicas.checks import Pair
 from diminuendo.replicas.initial import initial_rows
 from diminuendo.replicas.noise import Noise
-from diminuendo.replicas.progress import progress_bar
 from diminuendo.replicas.replica import Model, Replica
 from diminuendo.replicas.step_settings import StepSettings
 from diminuendo.replicas.study import STATE_BYTES, Study
@@ -89,9 +88,9 @@ def measure(
     together = max(1, STATE_BYTES // (row_bytes * (1 + 2 * len(grid))))
     paths = np.bincount(grid, minlength=T + 1)[1:].cumsum()
     total = int(repeats * (T + 2 * paths.sum()))
-    with progress_bar("influence", total, progress) as advance:
+    with _progress.bar("influence", total=total, shown=progress) as bar:
         parts = [
-            _estimates(study, runs[start : start + together], grid, h, advance)
+            _estimates(study, runs[start : start + together], grid, h, bar.advance)
             for start in range(0, repeats, together)
         ]
     estimates = np.concatenate(parts)

@@ -13,3 +13,11 @@ reproduction   `reproduce`: runs parts, merges them with earlier ones and writes
 page           the HTML page; `figure_page` and `table_page` write its two parts
 output         CSV files and pictures
 """
+
+from diminuendo import _extras
+
+with _extras.needed("torch", extra="all", purpose="Reproducing the paper"):
+    from diminuendo.paper.reproduction import reproduce
+    from diminuendo.paper.results import Cell, Results
+
+__all__ = ["Cell", "Results", "reproduce"]

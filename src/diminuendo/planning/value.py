@@ -205,6 +205,4 @@ def one_or_each(sampling_rate: float | ArrayLike, steps: int | None) -> float | 
 
 def certified_epsilon(sigmas: Vector, budget: Budget, rate: float | Vector) -> float:
     """An upper bound on the ε of these steps, in the terms of the budget."""
-    if isinstance(rate, float) and rate == 1:
-        return budget.epsilon_of(accounting.gaussian.spent(sigmas))
-    return accounting.epsilon(sigmas, budget.delta, rate, relation=budget.relation)
+    return accounting.account.releases(sigmas, rate).claim(budget)

@@ -15,7 +15,7 @@ private releases.
 
 from diminuendo import _extras
 
-with _extras.needed("torch", extra="torch", purpose="Training replicas"):
+with _extras.needed("torch", extra="all", purpose="Training many replicas"):
     from diminuendo.replicas.engine import train
     from diminuendo.replicas.initial import initialise
     from diminuendo.replicas.replica import Outcome, Replica

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diminuendo import _validate
+from diminuendo import _progress, _validate
 from diminuendo.errors import InputError
 from diminuendo.replicas.batch import Loss
 from diminuendo.replicas.checks import Pair
@@ -25,7 +25,6 @@ from diminuendo.replicas.general import OneByOne, Vmapped
 from diminuendo.replicas.initial import initial_rows
 from diminuendo.replicas.noise import Noise
 from diminuendo.replicas.perceptrons import Perceptrons
-from diminuendo.replicas.progress import progress_bar
 from diminuendo.replicas.replica import Model, Outcome, Replica
 from diminuendo.replicas.results_file import ResultsFile
 from diminuendo.replicas.step_settings import StepSettings
@@ -74,10 +73,10 @@ def train(
     size = study.group_size(len(left)) if at_once is None else _validate.count("at_once", at_once)
     total = sum(replicas[i].steps for i in left)
     title = "replicas, one by one" if study.kind is OneByOne else "replicas"
-    with progress_bar(title, total, progress) as advance:
+    with _progress.bar(title, total=total, shown=progress) as bar:
         for start in range(0, len(left), size):
             group = left[start : start + size]
-            outcomes = Group(study, [replicas[i] for i in group], keep_parameters).run(advance)
+            outcomes = Group(study, [replicas[i] for i in group], keep_parameters).run(bar.advance)
             if results is not None:
                 results.add([out.to_entry(i) for i, out in zip(group, outcomes, strict=True)])
             done |= dict(zip(group, outcomes, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import Ledger, verify
 from diminuendo.planning import Plan
-from diminuendo.spending import schedule
 
 _NEEDED = ("status", "reason", "steps", "epsilon", "delta", "relation", "private", "plan")
 
@@ -77,10 +76,8 @@ class Folder:
 
     def epsilon(self) -> float:
         """The events' ε at the run's δ and relation."""
-        sigmas, rates = schedule(self.events)
-        if not sigmas.size:
-            return 0.0
-        return accounting.epsilon(sigmas, self.run["delta"], rates, relation=self.run["relation"])
+        terms = {"delta": self.run["delta"], "relation": self.run["relation"]}
+        return accounting.claim(self.events, replace(self.plan.budget, conversion="exact", **terms))
 
     def _on_record(self, ledger: Ledger) -> list[Check]:
         cited = self.run["ledger"]

@@ -3,14 +3,19 @@
 from diminuendo import _extras
 
 with _extras.needed("torch", extra="torch", purpose="Training"):
+    from diminuendo.training.checkpoint import Checkpoints
     from diminuendo.training.clipping import Automatic, Flat, PerLayer, UnsupportedModule
-    from diminuendo.training.loop import Result, fit
+    from diminuendo.training.journal import Journal
+    from diminuendo.training.loop import fit
     from diminuendo.training.optim import PrivateDescent
+    from diminuendo.training.run import Result
     from diminuendo.training.step import PrivateGradients, Released
 
 __all__ = [
     "Automatic",
+    "Checkpoints",
     "Flat",
+    "Journal",
     "PerLayer",
     "PrivateDescent",
     "PrivateGradients",

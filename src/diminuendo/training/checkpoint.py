@@ -1,30 +1,27 @@
-"""Stopping and going on: a checkpoint written whole or not at all, and a journal of charges.
+"""Stopping and going on: a checkpoint written whole or not at all, beside a journal of charges.
 
 The journal says up to which step budget was reserved, and is on disk before those steps run. After
 a crash, steps that were reserved and are not in the checkpoint may have been released; with fresh
 noise they cannot be taken again for free, so they stay spent and the run goes on after them. With a
 fixed seed (a run that is not private anyway) the same numbers are drawn again, and the resumed run
 equals the uninterrupted one bit for bit.
-
-Where a policy picks σ while training, nobody can know after a crash what it would have picked: the
-journal then holds every event since the checkpoint, each on disk before it is released.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from diminuendo import _files, events
+from diminuendo import _files, _validate
 from diminuendo.errors import InputError, SchemaError
-from diminuendo.events import GaussianStep
+from diminuendo.planning import Plan
+from diminuendo.training.journal import Journal
 
 VERSION = 1
 _IDENTITY = {"plan", "examples", "model_shapes", "seed"}
@@ -45,10 +42,12 @@ class Identity:
     def of(
         cls, model: torch.nn.Module, plan_digest: str, examples: int, seed: int | None
     ) -> Identity:
+        """The identity of a run, with the shapes of everything in the model's state."""
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
         return cls(plan_digest, examples, shapes, seed)
 
     def check(self, other: Identity, path: Path) -> None:
+        """Raise where the other, read from a path, is not of this run."""
         for name, mine, theirs in (
             ("plan", self.plan, other.plan),
             ("number of examples", self.examples, other.examples),
@@ -70,25 +69,43 @@ def _short(value: object) -> str:
     return text if len(text) < 60 else text[:59] + "…"
 
 
-class Journal(NamedTuple):
-    """Steps before `upto` may have been released; `events` are those from step `since` on, where
-    no plan says what they were."""
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where `fit` keeps its checkpoints, and how often it makes one.
 
-    upto: int
-    since: int = 0
-    events: tuple[GaussianStep, ...] = ()
+    folder  made if it is not there; an interrupted run in it is taken up again
+    every   steps between checkpoints, and most that a crash can cost
+    """
+
+    folder: str | Path
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        _validate.count("every", self.every)
+
+    def journal(self, plan: Plan, *, writes: bool) -> Journal:
+        """The journal beside the checkpoint."""
+        path = _files.make_folder(self.folder) / "journal.json"
+        return Journal(path, plan, every=self.every, writes=writes)
 
 
 class Checkpoint:
-    """The files of a run in a folder: `checkpoint.pt` and `journal.json`.
+    """The checkpoint of a run in a folder: `checkpoint.pt`, beside its journal.
 
-    One run at a time may hold the folder; ranks other than the first read and do not hold.
+    One run at a time may `hold` the folder; ranks that do not write only read.
     """
 
-    def __init__(self, folder: str | Path, identity: Identity, *, hold: bool = True) -> None:
-        self.folder, self.identity = _files.make_folder(folder), identity
-        self.path, self.journal = self.folder / "checkpoint.pt", self.folder / "journal.json"
-        self._lock = _lock(self.folder) if hold else None
+    def __init__(
+        self, folder: str | Path, identity: Identity, journal: Journal, *, writes: bool = True
+    ) -> None:
+        self.folder, self.identity, self.journal = Path(folder), identity, journal
+        self.path = self.folder / "checkpoint.pt"
+        self.writes = writes
+        self._lock: int | None = None
+
+    def hold(self) -> None:
+        """Keep other runs out of the folder until `close`."""
+        self._lock = _lock(self.folder)
 
     def close(self) -> None:
         """Let another run have the folder. The system does the same for a process that dies."""
@@ -96,40 +113,8 @@ class Checkpoint:
             os.close(self._lock)
             self._lock = None
 
-    def reserve(self, upto: int, since: int = 0, events_: Sequence[GaussianStep] = ()) -> None:
-        """Durably: steps before `upto` may be released from now on."""
-        content = {
-            "version": VERSION,
-            "plan": self.identity.plan,
-            "reserved": upto,
-            "since": since,
-            "events": [events.to_dict(event) for event in events_],
-        }
-        _files.write_text(self.journal, json.dumps(content))
-
-    def reserved(self) -> Journal:
-        if not self.journal.exists():
-            return Journal(0)
-        data = _files.parse_json(
-            _files.read_text(self.journal, name="the journal"),
-            name="the journal",
-            source=str(self.journal),
-        )
-        try:
-            if data["plan"] != self.identity.plan:
-                raise InputError(
-                    "of this plan",
-                    name=f"the journal {self.journal}",
-                    value=data["plan"],
-                    remedy="Start in another folder.",
-                )
-            granted = tuple(events.from_dict(event) for event in data["events"])
-            return Journal(int(data["reserved"]), int(data["since"]), granted)
-        except (KeyError, TypeError, AttributeError):
-            raise InputError("a journal", name="the journal", value=str(self.journal)) from None
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Replace the checkpoint; a crash leaves the old one."""
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint, then tell the journal; a crash leaves the old ones."""
         identity = self.identity
         content = {
             "version": VERSION,
@@ -141,6 +126,7 @@ class Checkpoint:
             **state,
         }
         write_tensors(self.path, content)
+        self.journal.saved(step)
 
     def load(self) -> dict[str, Any] | None:
         """The saved state, or None where there is none. Runs no code from the file."""
@@ -168,14 +154,6 @@ class Checkpoint:
             content["plan"], content["examples"], content["model_shapes"], content["seed"]
         )
         self.identity.check(saved, self.path)
-        if content["step"] > 0 and not self.journal.exists():
-            raise InputError(
-                "beside the checkpoint",
-                name="the journal",
-                value=str(self.journal),
-                remedy="Without it nobody knows which steps were released since; start anew in "
-                "another folder, with a budget of its own.",
-            )
         return content
 
 

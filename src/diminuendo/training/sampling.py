@@ -8,15 +8,19 @@ accounts.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from diminuendo import _validate
 from diminuendo.errors import InputError
+from diminuendo.planning import Plan
+from diminuendo.training.distributed import Group
 from diminuendo.training.seeds import Seeds
 
 
@@ -48,6 +52,7 @@ def as_trained(part: Any, precision: torch.dtype | None = None) -> Tensor:
 
 
 def precision_of(model: nn.Module) -> torch.dtype:
+    """The type of the model's first floating-point parameter; float32 where there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -168,7 +173,76 @@ def _emptied(batch: Any) -> Any:
     return batch
 
 
-def chunks(indices: Tensor, size: int | None) -> Sequence[Tensor]:
+class Part(NamedTuple):
+    """A micro-batch: of which step (0, 1, …), its place in the logical batch, and its size."""
+
+    step: int
+    first: bool
+    last: bool
+    size: int
+
+
+class Sampler:
+    """The plan's batches, step after step; each rank gets its share of the same sample.
+
+    micro_batch  largest number of examples in one part of a step's batch; None for no limit
+    """
+
+    def __init__(self, plan: Plan, seeds: Seeds, group: Group, micro_batch: int | None) -> None:
+        self._plan, self._seeds, self._group = plan, seeds, group
+        self._rates: list[float] = plan.rates.tolist()
+        self.micro_batch = (
+            None if micro_batch is None else _validate.count("micro_batch", micro_batch)
+        )
+
+    def rate(self, step: int) -> float:
+        """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
+        return self._rates[min(step, len(self._rates) - 1)]
+
+    def check(self, source: Source) -> None:
+        """Raise where the dataset is not of the plan's size."""
+        if len(source) != self._plan.examples:
+            raise InputError(
+                f"the plan's examples ({self._plan.examples})",
+                name="the size of the dataset",
+                value=len(source),
+                remedy="Plan for this dataset.",
+            )
+
+    def batches(
+        self,
+        source: Source,
+        first: int,
+        last: int | None,
+        *,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[tuple[Part, Any]]:
+        """Micro-batches with their places, from step `first` up to `last`, or without end."""
+        self.check(source)
+        parts: deque[Part] = deque()
+        for batch in source.batches(
+            self._indices(parts, first, last),
+            workers=workers,
+            pin_memory=pin_memory,
+            collate=collate,
+            generator=self._seeds.generator("loading", first),
+        ):
+            yield parts.popleft(), batch
+
+    def _indices(self, parts: deque[Part], first: int, last: int | None) -> Iterator[Tensor]:
+        step = first
+        while last is None or step < last:
+            drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
+            pieces = _chunks(self._group.share(drawn), self.micro_batch)
+            for i, piece in enumerate(pieces):
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece)))
+                yield piece
+            step += 1
+
+
+def _chunks(indices: Tensor, size: int | None) -> Sequence[Tensor]:
     """A logical batch as micro-batches of at most `size`; an empty one stays one empty chunk."""
     if size is None or len(indices) <= size:
         return [indices]

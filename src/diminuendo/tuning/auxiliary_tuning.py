@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from diminuendo import _validate
+from diminuendo import _progress, _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.influence.measured import mark, said_of
 from diminuendo.replicas.engine import train
 from diminuendo.replicas.fingerprint import fingerprint
 from diminuendo.replicas.initial import initialise
-from diminuendo.replicas.progress import progress_bar
 from diminuendo.replicas.replica import Model, Outcome, Replica
 from diminuendo.tuning.auxiliary import Labelled, Shape, check_auxiliary, synthetic_sets
 from diminuendo.tuning.networks import TwoLayers
@@ -127,10 +126,10 @@ def tune(
         ]
 
     results = {}
-    with progress_bar("tuning", trials * len(families), progress) as advance:
+    with _progress.bar("tuning", total=trials * len(families), shown=progress) as bar:
         for family in families:
             search = Search(family, space, settings, storage, f"{name}: {family}", seed)
-            search.run(scores, trials, batch, advance)
+            search.run(scores, trials, batch, bar.advance)
             results[family] = _best_of(search, trials, budget, shape.examples, parameters, curve_of)
     return TuningResult(
         families=results,

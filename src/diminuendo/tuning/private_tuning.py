@@ -27,14 +27,13 @@ from datetime import datetime
 import torch
 from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _progress, _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
 from diminuendo.replicas.checks import checked_pair
 from diminuendo.replicas.fingerprint import fingerprint
-from diminuendo.replicas.progress import progress_bar
 from diminuendo.replicas.replica import Model
 from diminuendo.training.loop import fit
 from diminuendo.tuning.auxiliary import Labelled
@@ -130,8 +129,8 @@ def tune_on_private(
     }
     seed = secrets.randbits(31)
     search = Search(family, space, settings, storage, name, seed, ends_first=storage is None)
-    with progress_bar("tuning on private data", trials, progress) as advance:
-        advance(search.proposed())
+    with _progress.bar("tuning on private data", total=trials, shown=progress) as bar:
+        bar.advance(search.proposed())
         while search.proposed() < trials:
             trial = search.study.ask()
             if trial.number >= trials:  # other processes have taken the last ones
@@ -146,7 +145,7 @@ def tune_on_private(
                 search.finish(trial.number, None)
                 raise
             search.finish(trial.number, score)
-            advance(1)
+            bar.advance(1)
     _check_ended(search, trials, patience)
     finished = search.trials(trials)
     if not finished:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diminuendo import _extras
 from diminuendo.errors import InputError
 from diminuendo.tuning.results import Trial
 from diminuendo.tuning.space import LOGARITHMIC, Candidate, Space
@@ -128,12 +129,8 @@ class Search:
 
 
 def _open_study(name: str, storage: str | None, seed: int) -> optuna.Study:
-    try:
+    with _extras.needed("optuna", extra="tune", purpose="Tuning"):
         import optuna
-    except ImportError:
-        raise InputError(
-            "installed", name="optuna", value=None, remedy="pip install 'diminuendo[tune]'."
-        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

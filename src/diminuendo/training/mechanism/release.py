@@ -1,0 +1,130 @@
+"""From a clipped sum to a release: noise once among all ranks, then division by a public number.
+
+Formal guarantee, in real arithmetic: what `NoisySum.release` returns is (Σ + noise) / divisor, with
+Σ the sum of what was added on all ranks, and noise of standard deviation `noise_std` on every
+coordinate, drawn once, for this step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+
+from diminuendo.training.distributed import Group
+from diminuendo.training.seeds import Seeds
+
+
+class NoiseSource(Protocol):
+    """Adds the noise of one step to a sum."""
+
+    def add_noise(
+        self, total: Tensor, *, noise_std: float, sensitivity: float, step: int
+    ) -> Tensor:
+        """total + noise of standard deviation `noise_std` on every coordinate.
+
+        total        the clipped sum, flat and not yet divided; may be written on
+        sensitivity  how much one example can change the sum, in Euclidean norm
+        step         0, 1, …: no two steps of a run share noise
+        """
+
+
+class FastNoise:
+    """PyTorch's own normal numbers, in the parameters' precision: private in real arithmetic only.
+
+    Fast, and for experiments: what is released are floating-point numbers, and an adversary who
+    looks at their last bits can learn more than the claim allows.
+    """
+
+    def __init__(self, seeds: Seeds) -> None:
+        self._seeds = seeds
+
+    def add_noise(
+        self, total: Tensor, *, noise_std: float, sensitivity: float, step: int
+    ) -> Tensor:
+        """total + noise of standard deviation `noise_std` on every coordinate."""
+        del sensitivity
+        return total.add_(
+            self.draw(total.numel(), noise_std, step, total.dtype, total.device).view_as(total)
+        )
+
+    def draw(
+        self, size: int, noise_std: float, step: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The noise itself: a sum that starts from it saves passes over the gradient."""
+        generator = self._seeds.generator("noise", step, device)
+        return torch.normal(
+            0.0, noise_std, (size,), generator=generator, dtype=dtype, device=device
+        )
+
+
+class Mechanism:
+    """Where a model's noisy sums come from: its parameters, a source of noise, and the ranks."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], noise: NoiseSource, group: Group):
+        self.parameters, self.noise, self.group = parameters, noise, group
+
+    def begin(self, *, noise_std: float, sensitivity: float, divisor: float, step: int) -> NoisySum:
+        """A sum for one step that has been paid for."""
+        return NoisySum(self, noise_std, sensitivity, divisor, step)
+
+
+class NoisySum:
+    """One step's sum: clipped gradients × `scale` are added to what `start` gives; then `release`.
+
+    Where the source can hand out its noise alone, the sum starts from the noise and everything is
+    divided as it comes: two passes over the gradient fewer.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        noise_std: float,
+        sensitivity: float,
+        divisor: float,
+        step: int,
+    ) -> None:
+        self.noise_std, self.sensitivity = noise_std, sensitivity
+        self.divisor, self.step = divisor, step
+        self._mechanism = mechanism
+        self._starts_noisy = isinstance(mechanism.noise, FastNoise)
+        self.scale = 1 / divisor if self._starts_noisy else 1.0
+        self._flat: Tensor | None = None
+        self.sums: list[Tensor] | None = None
+        """One tensor for each parameter, in its shape, to add to; None before `start`."""
+
+    def start(self) -> list[Tensor]:
+        """New `sums` to add to, which replace those before."""
+        mechanism, parameters = self._mechanism, self._mechanism.parameters
+        dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+        device = parameters[0].device
+        size = sum([p.numel() for p in parameters])
+        if isinstance(mechanism.noise, FastNoise) and mechanism.group.first:
+            std = self.noise_std / self.divisor
+            self._flat = mechanism.noise.draw(size, std, self.step, dtype, device)
+        else:
+            self._flat = torch.zeros(size, dtype=dtype, device=device)
+        self.sums = self._shaped(self._flat)
+        return self.sums
+
+    def release(self) -> list[Tensor]:
+        """The private gradient, one tensor for each parameter: the same on every rank."""
+        flat, group = self._flat, self._mechanism.group
+        assert flat is not None
+        assert self.sums is not None
+        group.sum(flat)
+        if self._starts_noisy:
+            return self.sums
+        if group.first:
+            flat = self._mechanism.noise.add_noise(
+                flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
+            )
+        return self._shaped(group.from_first(flat).div_(self.divisor))
+
+    def _shaped(self, flat: Tensor) -> list[Tensor]:
+        parameters = self._mechanism.parameters
+        return list(_unflatten_dense_tensors(flat, parameters))  # type: ignore[no-untyped-call]

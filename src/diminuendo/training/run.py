@@ -1,0 +1,208 @@
+"""A run from its checkpoint to its end: what `fit` does once everything has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.events import GaussianStep
+from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.probe import Loss, refuse_mixing
+from diminuendo.training.progress import bar
+from diminuendo.training.signals import stop_signals
+from diminuendo.training.step import PrivateGradients
+
+Status = Literal["done", "refused", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended and what it spent.
+
+    Holds nothing that was not paid for, except for `training_loss` where it was asked to be
+    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken.
+    """
+
+    status: Status
+    reason: str
+    steps: int
+    events: tuple[GaussianStep, ...]
+    epsilon: float
+    delta: float
+    relation: str
+    private: bool
+    lost: int = 0
+    revealed: bool = False
+    training_loss: float | None = None
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """Where the spending is on record: ledger, budget, run and chain head."""
+
+
+class Run:
+    """A model, its optimiser and their checkpoint, trained by private gradients."""
+
+    def __init__(
+        self,
+        private: PrivateGradients,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        checkpoint: Checkpoint | None,
+        every: int,
+    ) -> None:
+        self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
+        self._checkpoint, self._every = checkpoint, every
+        self._due = 0
+
+    def resume(self) -> None:
+        """Take up the checkpoint, or begin; what may have been released after it stays spent."""
+        state = None if self._checkpoint is None else self._checkpoint.load()
+        if state is None:
+            self._private.begin()
+            return
+        self._check_kinds(state["kinds"])
+        self._private.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self._private.load_state_dict(state)
+        _set_generators(self._private, state["generators"])
+
+    def train(
+        self,
+        data: Any,
+        loss: Loss,
+        *,
+        workers: int,
+        progress: bool,
+        reveal: bool,
+        after_step: Callable[[int, PrivateGradients], None] | None,
+    ) -> Result:
+        """Every step that the plan and the budget allow, or until a signal asks to stop."""
+        private = self._private
+        status: Status = "done"
+        reason = "every step of the plan was taken"
+        if private.policy is None and private.step >= private.plan.steps:
+            reason += " before; nothing was trained now (another run needs another folder)"
+        seen: float | None = None
+        with stop_signals() as stopped, bar(progress, private) as advance:
+            try:
+                self._save_when_due()
+                for losses in _losses(private, loss, data, workers):
+                    before = private.step
+                    private.backward(losses)
+                    self._optimizer.step()
+                    self._optimizer.zero_grad(set_to_none=True)
+                    if private.step == before:
+                        continue
+                    if self._lr_scheduler is not None:
+                        self._lr_scheduler.step()
+                    if after_step is not None:
+                        after_step(private.step, private)
+                    seen = _mean(losses) if reveal else None
+                    advance(seen)
+                    if private.group.any(stopped.is_set()):
+                        status, reason = "interrupted", "a signal asked to stop"
+                        break
+                    self._save_when_due()
+            except BudgetRefused as refusal:
+                status, reason = "refused", str(refusal)
+        if status == "done" and (private.policy is not None or private.step < private.plan.steps):
+            status, reason = "refused", "too little is left of the budget for another step"
+        self._save()
+        return Result(
+            status,
+            reason,
+            private.step,
+            private.spending.granted,
+            private.spending.epsilon(),
+            private.spending.budget.delta,
+            private.spending.budget.relation,
+            private.private,
+            private.lost,
+            reveal,
+            seen,
+        )
+
+    def _check_kinds(self, kinds: dict[str, str | None]) -> None:
+        """The optimiser and the schedule must be of the kinds that were saved."""
+        for name, kind in self._kinds().items():
+            if kinds[name] != kind:
+                raise InputError(
+                    f"of the checkpoint's kind ({kinds[name]})",
+                    name=name,
+                    value=kind,
+                    remedy="Resume with what the checkpoint was made with, or start in another "
+                    "folder.",
+                )
+
+    def _kinds(self) -> dict[str, str | None]:
+        both = {"optimizer": self._optimizer, "lr_scheduler": self._lr_scheduler}
+        return {name: type(part).__name__ if part else None for name, part in both.items()}
+
+    def _save_when_due(self) -> None:
+        if self._private.step >= self._due:
+            self._save()
+            self._due = self._private.step + self._every
+
+    def _save(self) -> None:
+        if self._checkpoint is None or not self._checkpoint.writes:
+            return
+        scheduler = self._lr_scheduler
+        self._checkpoint.save(
+            self._private.step,
+            {
+                **self._private.state_dict(),
+                "model": self._private.model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "lr_scheduler": scheduler.state_dict() if scheduler else None,
+                "kinds": self._kinds(),
+                "generators": _generators(self._private),
+            },
+        )
+
+
+def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> Iterator[Tensor]:
+    """The plan's batches as losses, one per example, on the model's device."""
+    device = next(private.model.parameters()).device
+    tried = False
+    for batch in private.batches(data, workers=workers):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise InputError(
+                "pairs (x, y)",
+                name="the examples",
+                value=type(batch).__name__,
+                remedy="For other kinds, write the loop yourself with PrivateGradients.",
+            )
+        x, y = (part.to(device) for part in batch)
+        if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
+            yield torch.zeros(0, device=device)
+            continue
+        if not tried and len(x) > 1:
+            model = private.engine.model  # not what torch.compile made of it
+            refuse_mixing(model, loss, x[:2], y[:2])
+            tried = True
+        yield loss(private.model(x), y)
+
+
+def _mean(losses: Tensor) -> float | None:
+    return float(losses.detach().mean()) if len(losses) else None
+
+
+def _generators(private: PrivateGradients) -> list[Tensor]:
+    """PyTorch's own generators, which dropout draws from: the CPU's, and the model's GPU's."""
+    device = private.engine.parameters[0].device
+    return [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    )
+
+
+def _set_generators(private: PrivateGradients, states: list[Tensor]) -> None:
+    device = private.engine.parameters[0].device
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)

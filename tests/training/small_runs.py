@@ -1,0 +1,102 @@
+"""Small models, data and plans that several tests of training share, and ranks to run them in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import diminuendo as dim
+from diminuendo.training import Checkpoints, Result, fit
+
+BUDGET = dim.Budget(epsilon=4, delta=1e-5)
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A classification task with three classes: as many examples, features and planned steps."""
+
+    examples: int
+    features: int
+    parameters: int
+    steps: int
+    layers: Callable[[int], nn.Module]
+    dtype: torch.dtype = torch.float32
+    clip: float = 1.0
+
+    def plan(self, **changes: Any) -> dim.Plan:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", dim.PlanWarning)
+            settings = {
+                "examples": self.examples,
+                "parameters": self.parameters,
+                "steps": self.steps,
+                "clip": self.clip,
+                **changes,
+            }
+            return dim.plan(BUDGET, **settings)
+
+    def model(self, seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        return self.layers(self.features).to(self.dtype)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self.examples, self.features, generator=generator, dtype=self.dtype)
+        return x, torch.randint(0, 3, (self.examples,), generator=generator)
+
+
+def _perceptron(features: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+LINEAR = Setting(30, 4, 15, 20, lambda features: nn.Linear(features, 3))
+PERCEPTRON = Setting(40, 5, 60, 6, _perceptron, torch.float64, clip=0.7)
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """What is in p.grad, in one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Result:
+    """`fit` on the linear task; `every` says how often there is a checkpoint."""
+    settings = {"data": LINEAR.data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
+    if "every" in settings:
+        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
+    return fit(model, settings.pop("data"), plan, **settings)
+
+
+def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """Two ranks that nobody looks after: torchrun would end the second one itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            stderr=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        )
+        for rank in range(2)
+    ]
