@@ -300,6 +300,17 @@ def verify(
     cited: Annotated[
         list[str] | None, typer.Option(help="A head that a report cites; repeatable.")
     ] = None,
+    anchor: Annotated[
+        list[str] | None,
+        typer.Option(help="Where heads were published: file:, git:, ledger:, https:; repeatable."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="The key that signs records: file:/path, env:NAME or command:…"),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="A file that keeps what was verified, to go on from there.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -309,7 +320,14 @@ def verify(
     """
     ledger = Ledger(url, readonly=True)
     with _watching("verifying") as progress:
-        result = ledgers.verify(ledger, cited=cited or (), progress=progress)
+        result = ledgers.verify(
+            ledger,
+            cited=cited or (),
+            anchors=anchor or (),
+            key=key,
+            state=state,
+            progress=progress,
+        )
     if as_json:
         print_json({"ledger": ledger.address, **asdict(result)})
     else:
@@ -317,6 +335,25 @@ def verify(
             f"{ledger.address} is consistent: {result.records} records, {result.budgets} budgets, "
             f"{result.runs} runs, {result.steps} steps.\nhead: {result.head.digest}"
         )
+        if anchor or key:
+            print(f"{result.anchored} published heads found, {result.signed} signatures checked")
+
+
+@app.command("anchor")
+def anchor_head(
+    places: Annotated[list[str], typer.Argument(help="file:, git:, ledger: or https:")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish the head of the chain to a second place, now.
+
+    Example: diminuendo ledger anchor file:/mnt/other/heads.jsonl
+    """
+    with Ledger(url, readonly=True, anchors=places) as ledger:
+        head = ledger.head
+        for place in ledger.anchors:
+            place.publish(head)
+    print_json(asdict(head)) if as_json else print(f"record {head.seq}: {head.digest}")
 
 
 @app.command("export")

@@ -4,7 +4,8 @@ from typing import Any
 
 from diminuendo.ledger import renamed
 from diminuendo.ledger.address import default as default_address
-from diminuendo.ledger.book import Grant, Ledger, LedgerWarning
+from diminuendo.ledger.anchors import LedgerWarning
+from diminuendo.ledger.book import Grant, Ledger
 from diminuendo.ledger.exchange import (
     ImportedBudget,
     export,

@@ -25,10 +25,12 @@ from diminuendo.accounting.filters import best_order
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import address, operations, process, renamed, rows, schema
+from diminuendo.ledger import address, keys, operations, process, renamed, rows, schema
+from diminuendo.ledger.anchors import Anchor, LedgerWarning, configured, parse, publish
 from diminuendo.ledger.capacity import NotEnoughLeft, noise_factor_to_fit, refusal
 from diminuendo.ledger.engine import weaknesses
 from diminuendo.ledger.identity import Progress, identify, silent
+from diminuendo.ledger.keys import Key
 from diminuendo.ledger.records import Head, Record
 from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
@@ -51,16 +53,14 @@ class Grant:
     nonce: str = ""
 
 
-class LedgerWarning(UserWarning):
-    """A ledger works, with a setting that is weaker than it should be."""
-
-
 class Ledger:
     """A ledger at a URL: sqlite:///path, a path, or postgresql://…; created on first use.
 
     patience  how many seconds to wait for a busy or absent database before an error
     create    False refuses to create a ledger that does not exist yet
     readonly  change nothing, not even the schema version: for who may only read
+    key       signs every record: file:/path, env:NAME or command:…; $DIMINUENDO_LEDGER_KEY
+    anchors   places where heads are published as they move; $DIMINUENDO_LEDGER_ANCHORS
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Ledger:
         patience: float = 30.0,
         create: bool = True,
         readonly: bool = False,
+        key: str | Key | None = None,
+        anchors: Sequence[str | Anchor] | None = None,
     ) -> None:
         self.url = address.parse(address.default() if url is None else url)
         if not create or readonly:
@@ -79,7 +81,10 @@ class Ledger:
             patience=_validate.positive("patience", patience),
             create=create and not readonly,
             readonly=readonly,
+            key=keys.configured() if key is None else keys.load(key),
         )
+        places = configured() if anchors is None else anchors
+        self.anchors = [parse(place, _second_ledger) for place in places]
         try:
             self._store.prepare()
         except BaseException:
@@ -124,7 +129,8 @@ class Ledger:
         return self._store.read(weaknesses)
 
     def close(self) -> None:
-        """Close the connections. Open runs stay open."""
+        """Publish the head where that is due, and close the connections. Open runs stay open."""
+        publish(self.anchors, self._store.seen, all_of_them=True)
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -161,7 +167,7 @@ class Ledger:
         work = functools.partial(operations.create, terms=terms, allow_second=allow_second)
         same = operations.answers("create", budget=name, body={"terms": terms.to_dict()})
         try:
-            self._store.change(work, token=token, same=same)
+            self._change(work, token=token, same=same)
         except operations.BudgetExists as error:
             rows.require_same_terms(error.terms, terms)
         return self.status(name)
@@ -240,7 +246,7 @@ class Ledger:
         text("plan", plan, empty=True)
         work = functools.partial(operations.open_run, name=name, label=label, plan=plan, data=data)
         same = operations.answers("open", budget=name, body={"label": label, "plan": plan})
-        return self.run(self._store.change(work, token=token, same=same).run)
+        return self.run(self._change(work, token=token, same=same).run)
 
     def resume_run(self, run: str, *, data: str | None = None, token: str | None = None) -> Run:
         """Take an open run over into this process; its `generation` goes up by one.
@@ -251,7 +257,7 @@ class Ledger:
         """
         work = functools.partial(operations.resume_run, run=run, data=data)
         same = operations.answers("resume", run=run)
-        record = self._store.change(work, token=token, same=same)
+        record = self._change(work, token=token, same=same)
         now = self.run(run)
         return replace(now, opened={**now.opened, "turn": record.body["turn"]})
 
@@ -297,7 +303,7 @@ class Ledger:
         work = functools.partial(operations.grant, request=request)
         same = operations.answers("grant", run=run, also=request.is_answered_by)
         try:
-            record = self._store.change(work, token=token, same=same)
+            record = self._change(work, token=token, same=same)
         except NotEnoughLeft as error:
             raise BudgetRefused(refusal(error.status, asked, sum(costs))) from None
         nonce = record.token if start else ""
@@ -337,7 +343,7 @@ class Ledger:
             generation=generation,
         )
         same = operations.answers("start", run=run, body={"upto": upto})
-        return self._store.change(work, token=token, same=same).token
+        return self._change(work, token=token, same=same).token
 
     @renamed.arguments(turn="generation")
     def close_run(
@@ -358,7 +364,7 @@ class Ledger:
             generation=generation,
         )
         same = operations.answers("close", run=run, body={"used": used})
-        self._store.change(work, token=token, same=same)
+        self._change(work, token=token, same=same)
         return self.run(run)
 
     def reclaim(
@@ -385,7 +391,7 @@ class Ledger:
             operations.reclaim, run=run, by=person, unreleased=unreleased, dead=dead
         )
         same = operations.answers("reclaim", run=run)
-        self._store.change(work, token=token, same=same)
+        self._change(work, token=token, same=same)
         return self.run(run)
 
     def release(
@@ -409,10 +415,9 @@ class Ledger:
         return self.close_run(run.id, used=used)
 
     def raw_records(
-        self, *, upto: int | None = None, run: str | None = None
+        self, *, after: int = 0, upto: int | None = None, run: str | None = None
     ) -> Iterator[dict[str, Any]]:
         """All records, or those of one run, in order and as stored, read page by page."""
-        after = 0
         while True:
             query = select(schema.records).where(schema.records.c.seq > after)
             if upto is not None:
@@ -437,7 +442,23 @@ class Ledger:
 
     def write_transaction(self, work: Callable[[Change], Record]) -> Record:
         """Run `work`, which appends one record, in a transaction (for `import`)."""
-        return self._store.change(work)
+        return self._change(work)
+
+    def _change(
+        self,
+        work: Callable[[Change], Record],
+        *,
+        token: str | None = None,
+        same: Callable[[Record], bool] = lambda _: True,
+    ) -> Record:
+        record = self._store.change(work, token=token, same=same)
+        publish(self.anchors, self._store.seen)
+        return record
+
+
+def _second_ledger(url: str) -> Ledger:
+    """A ledger that keeps the heads of another, without anchors of its own."""
+    return Ledger(url, anchors=())
 
 
 def _all(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:

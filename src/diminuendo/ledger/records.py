@@ -34,7 +34,18 @@ def start_of(ledger: str) -> str:
     return "sha256:" + hashlib.sha256(f"diminuendo ledger {ledger}".encode()).hexdigest()
 
 
-KINDS = ("create", "open", "resume", "grant", "start", "close", "reclaim", "import", "upgrade")
+KINDS = (
+    "create",
+    "open",
+    "resume",
+    "grant",
+    "start",
+    "close",
+    "reclaim",
+    "import",
+    "upgrade",
+    "anchor",
+)
 """What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
@@ -47,6 +47,32 @@ class Replay:
         self.spent: dict[str, int] = {}
         self.steps: dict[str, int] = {}
         self.runs: dict[str, Account] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that `from_dict` needs to go on after the last record, as JSON values."""
+        return {
+            "ledger": self.ledger,
+            "seq": self.seq,
+            "digest": self.digest,
+            "terms": {name: terms.to_dict() for name, terms in self.terms.items()},
+            "spent": {name: str(spent) for name, spent in self.spent.items()},
+            "steps": self.steps,
+            "runs": {run: {**asdict(a), "spent": str(a.spent)} for run, a in self.runs.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Replay:
+        """The sums as they were when `to_dict` was called."""
+        replay = cls(data["ledger"])
+        replay.seq, replay.digest = data["seq"], data["digest"]
+        replay.terms = {name: Terms.from_dict(terms) for name, terms in data["terms"].items()}
+        replay.spent = {name: int(spent) for name, spent in data["spent"].items()}
+        replay.steps = dict(data["steps"])
+        replay.runs = {
+            run: Account(**{**account, "spent": int(account["spent"])})
+            for run, account in data["runs"].items()
+        }
+        return replay
 
     def feed(self, row: Mapping[str, Any]) -> None:
         """Check one record and add it to the sums."""
@@ -96,6 +122,8 @@ class Replay:
             self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
             _require(int(body["steps"]) >= 0, "its steps are negative")
             self.steps[budget] += int(body["steps"])
+        elif kind == "anchor":
+            _require(int(body["seq"]) > 0, "it anchors nothing")
         elif kind == "upgrade":
             _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":

@@ -32,6 +32,7 @@ from diminuendo import __version__
 from diminuendo.errors import InputError, LedgerError, SchemaError
 from diminuendo.ledger import address, schema
 from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
+from diminuendo.ledger.keys import Key
 from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
 
 T = TypeVar("T")
@@ -51,8 +52,14 @@ _ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
 class Change:
     """A transaction that holds the head of the chain, reads what is current, appends records."""
 
-    def __init__(self, connection: Connection, token: str, seen: Head | None = None) -> None:
-        self.connection, self.token = connection, token
+    def __init__(
+        self,
+        connection: Connection,
+        token: str,
+        seen: Head | None = None,
+        key: Key | None = None,
+    ) -> None:
+        self.connection, self.token, self._key = connection, token, key
         head = connection.execute(_LOCKED_HEAD).one_or_none()
         if head is None:
             raise LedgerError("The ledger is damaged: its head is missing.")
@@ -63,6 +70,8 @@ class Change:
         wanted = {"token": token, "last": head.seq, "seen": known}
         rows = connection.execute(_LAST_RECORDS, wanted).all()
         _check_end(self.head, {row.seq: row for row in rows})
+        if key is not None:
+            _check_signature(connection, key, next((r for r in rows if r.seq == head.seq), None))
         if seen is not None:
             check_seen(seen, self.head, {row.seq: row.digest for row in rows}.get(seen.seq))
         self.recorded = next((record_of(row) for row in rows if row.token == token), None)
@@ -81,7 +90,8 @@ class Change:
             body=body,
             previous=self.head.digest,
         )
-        row = {**record.to_dict(), "body": canonical(body), "signature": record.signature}
+        signature = "" if self._key is None else self._key.sign(record.digest)
+        row = {**record.to_dict(), "body": canonical(body), "signature": signature}
         self.connection.execute(_ADD_RECORD, row)
         self.connection.execute(_MOVE_HEAD, {"seq": record.seq, "digest": record.digest})
         self.head = Head(self.head.ledger, record.seq, record.digest)
@@ -93,8 +103,15 @@ class Store:
     """A database that holds one ledger."""
 
     def __init__(
-        self, url: URL, *, patience: float, create: bool = True, readonly: bool = False
+        self,
+        url: URL,
+        *,
+        patience: float,
+        create: bool = True,
+        readonly: bool = False,
+        key: Key | None = None,
     ) -> None:
+        self._key = key
         self.url, self.patience, self.readonly = url, patience, readonly
         self.display = address.display(url)
         self._sqlite = url.get_backend_name() == "sqlite"
@@ -172,7 +189,7 @@ class Store:
 
         def once() -> tuple[Record, Head]:
             with self._transaction(write=True) as connection:
-                change = Change(connection, token, self._seen)
+                change = Change(connection, token, self._seen, self._key)
                 recorded = change.recorded
                 if recorded is not None and not same(recorded):
                     raise InputError(
@@ -298,6 +315,19 @@ def _check_end(head: Head, rows: Mapping[int, Any]) -> None:
             f"The head of the ledger does not agree with its last record (number {head.seq}): "
             "somebody changed the database by hand. Nothing was charged. `diminuendo ledger "
             "verify` tells more."
+        )
+
+
+def _check_signature(connection: Connection, key: Key, last: Any) -> None:
+    """With a key, the last record must be signed with it; the first signature may be this one's."""
+    if last is None or key.checks(last.digest, last.signature):
+        return
+    signed = select(schema.records.c.seq).where(schema.records.c.signature != "").limit(1)
+    if last.signature or connection.execute(signed).first() is not None:
+        raise LedgerError(
+            f"The last record (number {last.seq}) is not signed with the ledger's key: somebody "
+            "without the key wrote to the database. Nothing was charged. `diminuendo ledger verify "
+            "--key` tells where it begins."
         )
 
 

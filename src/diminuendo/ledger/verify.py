@@ -5,39 +5,59 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import func, select
 
-from diminuendo.errors import LedgerError
-from diminuendo.ledger import schema
+from diminuendo import _files
+from diminuendo.errors import InputError, LedgerError
+from diminuendo.ledger import keys, schema
+from diminuendo.ledger.anchors import Anchor, parse, published
 from diminuendo.ledger.book import Ledger
+from diminuendo.ledger.exchange import write_private
 from diminuendo.ledger.identity import Progress, silent
-from diminuendo.ledger.records import Head
+from diminuendo.ledger.keys import Key
+from diminuendo.ledger.records import Head, canonical
 from diminuendo.ledger.replay import Replay
+
+SCHEMA = "diminuendo.verified"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`: everything up to this head is consistent."""
+    """The result of `verify`: everything up to this head is consistent.
+
+    signed    how many of the records that were read are signed with the key
+    anchored  how many published heads are in the chain
+    """
 
     head: Head
     records: int
     budgets: int
     runs: int
     steps: int
+    signed: int = 0
+    anchored: int = 0
 
 
 def verify(
     ledger: Ledger,
     *,
     cited: Iterable[str] = (),
+    anchors: Iterable[str | Anchor] = (),
+    key: str | Key | None = None,
+    state: str | Path | None = None,
     progress: Progress = silent,
 ) -> Verification:
     """Check the whole ledger; raise LedgerError at the first inconsistency, saying where it is.
 
-    cited  digests of heads that reports cite: if one is missing from the chain, the ledger was cut
-           off or rewritten
+    cited    digests of heads that reports cite: if one is missing from the chain, the ledger was
+             cut off or rewritten
+    anchors  places where heads were published (`Ledger(anchors=…)`): each must be in the chain
+    key      the last record must be signed with it, and every signature must be right
+    state    a file that keeps what was verified: the next call goes on after the last record that
+             it knows. Keep it where only the verifier can write.
     """
 
     head, stored, budgets, runs = ledger.read_transaction(
@@ -48,10 +68,12 @@ def verify(
             connection.execute(select(schema.runs)).all(),
         )
     )
-    replay, missing = Replay(head.ledger), set(cited)
-    for row in ledger.raw_records(upto=head.seq):
+    wanted = _wanted(ledger, head.ledger, cited, anchors)
+    replay = _verified_before(ledger, head, state)
+    signatures = _Signatures(keys.load(key))
+    for row in ledger.raw_records(after=replay.seq, upto=head.seq):
         replay.feed(row)
-        missing.discard(replay.digest)
+        signatures.feed(row)
         progress(replay.seq, head.seq)
     if (replay.seq, replay.digest) != (head.seq, head.digest):
         raise LedgerError(
@@ -60,20 +82,103 @@ def verify(
         )
     if stored != head.seq:
         raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
-    if missing:
-        raise LedgerError(
-            f"The cited head {min(missing)} is not in the chain: the ledger was cut off or "
-            "rewritten since, or this is another ledger."
-        )
+    signatures.check_end(head.seq)
+    wanted.check()
     _compare_budgets(budgets, replay)
     _compare_runs(runs, replay)
+    if state is not None:
+        content = {"schema": SCHEMA, "version": 1, **replay.to_dict()}
+        write_private(state, [canonical(content)])
     return Verification(
         Head(head.ledger, head.seq, head.digest),
         replay.seq,
         len(replay.terms),
         len(replay.runs),
         sum(replay.steps.values()),
+        signatures.count,
+        wanted.anchored,
     )
+
+
+def _verified_before(ledger: Ledger, head: Any, state: str | Path | None) -> Replay:
+    """The sums up to the last record that was verified before; the chain must still contain it."""
+    if state is None or not Path(state).exists():
+        return Replay(head.ledger)
+    source = str(state)
+    content = _files.parse_json(
+        _files.read_text(state, name="the state"), name="the state", source=source
+    )
+    try:
+        if (content["schema"], content["version"]) != (SCHEMA, 1):
+            raise KeyError(SCHEMA)
+        replay = Replay.from_dict(content)
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            "what `verify` wrote", name="the state", value=source, remedy="Delete it."
+        ) from None
+    ledger.expect(Head(replay.ledger, replay.seq, replay.digest))
+    return replay
+
+
+class _Signatures:
+    """Counts the signatures that are right, and refuses one that is wrong."""
+
+    def __init__(self, key: Key | None) -> None:
+        self._key, self.count, self._last = key, 0, True
+
+    def feed(self, row: Any) -> None:
+        if self._key is None:
+            return
+        self._last = bool(row["signature"])
+        if not self._last:
+            return
+        if not self._key.checks(row["digest"], row["signature"]):
+            raise LedgerError(f"Record {row['seq']} is not signed with this key.")
+        self.count += 1
+
+    def check_end(self, number: int) -> None:
+        if not self._last:
+            raise LedgerError(
+                f"The last record (number {number}) is not signed: somebody without the key wrote "
+                "to the ledger, or nobody has signed it yet."
+            )
+
+
+class _Wanted:
+    """Heads that must be in the chain."""
+
+    def __init__(self, ledger: Ledger, cited: set[str], heads: list[tuple[str, Head]]) -> None:
+        self._ledger, self._cited, self._heads = ledger, cited, heads
+        self.anchored = len(heads)
+
+    def check(self) -> None:
+        columns = schema.records.c
+        for digest in sorted(self._cited):
+            query = select(columns.seq).where(columns.digest == digest)
+            if self._read(query) is None:
+                raise LedgerError(
+                    f"The cited head {digest} is not in the chain: the ledger was cut off or "
+                    "rewritten since, or this is another ledger."
+                )
+        for place, head in self._heads:
+            if self._read(select(columns.digest).where(columns.seq == head.seq)) != head.digest:
+                raise LedgerError(
+                    f"Record {head.seq} ({head.digest}), which was published to {place}, is not in "
+                    "the chain: the ledger was cut off, put back to an older state, or rewritten."
+                )
+
+    def _read(self, query: Any) -> Any:
+        return self._ledger.read_transaction(lambda connection: connection.execute(query).scalar())
+
+
+def _wanted(
+    ledger: Ledger, name: str, cited: Iterable[str], places: Iterable[str | Anchor]
+) -> _Wanted:
+    heads: list[tuple[str, Head]] = []
+    for place in places:
+        anchor = parse(place, type(ledger))
+        heads += [(anchor.place, head) for head in published(anchor, name)]
+    return _Wanted(ledger, set(cited), heads)
 
 
 def _compare_budgets(rows: Iterable[Any], replay: Replay) -> None:
