@@ -254,7 +254,8 @@ class PrivateGradients:
         self._open = _Open(clip, total)
         if self.journal is not None:
             with self._or_abandon():
-                self.journal.before_release(self.step, event, planned=self.policy is None)
+                planned = self.policy is None
+                self.journal.before_release(self.step, event, self.spending, planned=planned)
 
     def _release(self, total: NoisySum) -> None:
         """The noisy sum over the divisor, to p.grad."""
@@ -392,6 +393,7 @@ class PrivateGradients:
         now = self.spending.resume(
             None if state is None else state["spending"],
             seen=seen,
+            receipt=entry.receipt,
             events=self._planned(step) if self.policy is None else entry.after(step),
         )
         if state is not None:
