@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 import diminuendo as dim
 from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError
 from diminuendo.ledger import identify, verify
-from diminuendo.training import PrivateGradients, Released
+from diminuendo.training import Checkpoints, PrivateGradients, Released
 
 
 def test_a_run_is_charged_and_cites_the_chain(ledger: Ledger, url: str) -> None:
