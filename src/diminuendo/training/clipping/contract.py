@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diminuendo.training.clipping import kernels
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
     TF32,
@@ -174,6 +175,10 @@ class Factor:
             .sum((1, 2), dtype=torch.float64)
         )
 
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """Inner products of the rows of each example, and of its columns, ``(N, T, T)`` each."""
+        return self._row_products(self), torch.bmm(self.cols, self.cols.mT)
+
     def _row_products(self, other: Factor) -> Tensor:
         if self.indexed and other.indexed:
             same = self.rows.unsqueeze(2) == other.rows.unsqueeze(1)
@@ -223,6 +228,23 @@ def shared_size(factors: list[Factor]) -> Size:
     tokens = sum(factor.cols.shape[1] for factor in factors)
     of_rows, of_cols = (gamma(width, rough) for width in widths)
     slack = of_rows + of_cols + of_rows * of_cols + 4 * rough + 4 * tokens * tokens * DOUBLE
+    under = [3.0 * width * lost for width in widths]
+    rest = tokens * tokens * (under[0] * under[1] + lost)
+    if len(factors) == 1 and not factors[0].indexed and kernels.serves(cols):
+        bound = kernels.Bound(
+            row_scale=1 + 2 * of_rows + 4 * rough,
+            row_loss=2 * widths[0] * lost,
+            col_scale=1 + 2 * of_cols + 4 * rough,
+            col_loss=2 * widths[1] * lost,
+            terms=above(tokens),
+            slack=slack,
+            under_rows=under[0],
+            under_cols=under[1],
+            rest=rest,
+            norm=above(8),
+            floor=floor,
+        )
+        return Size(*kernels.gram_size(*factors[0].gram(), bound))
     lengths = [factor.lengths() for factor in factors]
     a, b = (torch.cat(sides, 1) for sides in zip(*lengths, strict=True))
     terms = (a * b).sum(1).mul_(above(tokens))
@@ -231,10 +253,9 @@ def shared_size(factors: list[Factor]) -> Size:
         total = total + factor.inner(factor)
         for earlier in factors[:position]:
             total = total + 2 * factor.inner(earlier)
-    under = [3.0 * width * lost for width in widths]
     square = terms.square().mul_(slack)
     square.add_(b.sum(1).square_(), alpha=under[0]).add_(a.sum(1).square_(), alpha=under[1])
-    square.add_(tokens * tokens * (under[0] * under[1] + lost))
+    square.add_(rest)
     square.add_(total.clamp(min=0.0))
     norm = square.sqrt_().mul_(above(8))
     norm = torch.where(total.isfinite(), norm, torch.inf)

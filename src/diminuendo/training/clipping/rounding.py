@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diminuendo.training.clipping import kernels
+
 DOUBLE = 2.0**-53
 """Unit roundoff of float64."""
 TF32 = 2.0**-11
@@ -86,6 +88,8 @@ def row_norm(per_example: Tensor) -> Tensor:
     Too large by at most 2^-13 of the norm (docs/rounding.md, lemma 1).
     """
     flat = per_example if per_example.dim() == 2 else per_example.flatten(1)
+    if kernels.serves(flat) and flat.numel():
+        return kernels.row_squares(flat).sqrt_().mul_(above(flat.shape[1]))
     if flat.dtype is torch.float64 or flat.is_cuda or not flat.numel():
         return _double_norm(flat)
     norms = _single_norm(flat)
@@ -155,6 +159,8 @@ def to_tf32(tensor: Tensor) -> Tensor:
     Numbers above 2^64, or that are not finite, become infinite, so that their examples are left
     out: their factors would underflow.
     """
+    if kernels.serves(tensor) and tensor.numel():
+        return kernels.to_tf32(tensor)
     bits = tensor.contiguous().view(torch.int32)
     rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
     return torch.where(tensor.abs() < 2.0**64, rounded, torch.inf)
