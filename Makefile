@@ -37,6 +37,7 @@ bench: setup
 	$(BIN)/python benchmarks/accounting.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/models.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/noise.py
 	$(BIN)/python benchmarks/ledger.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/replicas.py
 	$(BIN)/pytest -n auto -m slow

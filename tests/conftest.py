@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("diminuendo", deadline=None, derandomize=True)
 settings.load_profile("diminuendo")
+
+HELPERS = str(Path(__file__).parent / "helpers")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HELPERS, os.environ.get("PYTHONPATH")]))
+"""Processes that tests start find the helpers, too."""
 
 
 @pytest.fixture(autouse=True)

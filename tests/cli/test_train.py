@@ -104,6 +104,18 @@ def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixtu
     assert facts["training_loss"] > 0
 
 
+def test_fast_noise_says_so(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(run_file)]) == 0
+    assert "real arithmetic" not in capsys.readouterr().out
+    run_file.write_text(RUN.format(folder="fast", extra='noise = "fast"'))
+    assert main(["train", str(run_file)]) == 0
+    assert "in real arithmetic only (fast noise)" in capsys.readouterr().out
+    assert json.loads(Path("fast/result.json").read_text())["noise"] == "fast"
+    run_file.write_text(RUN.format(folder="asked", extra=""))
+    assert main(["train", str(run_file), "--noise", "fast", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["noise"] == "fast"
+
+
 def test_paths_and_modules_are_relative_to_the_run_file(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -223,6 +235,7 @@ def batch_norm():
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 2.5", "training.micro_batch"),
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 0", "micro_batch"),
         ("lr = 0.5", "lr = 0.5\nseed = -1", "seed"),
+        ("lr = 0.5", 'lr = 0.5\nnoise = "loud"', "noise"),
         ("lr = 0.5", 'lr = 0.5\ndevice = "cuda:77"', "device"),
         ("lr = 0.5", 'lr = 0.5\ndevice = "abacus"', "device"),
         ("lr = 0.5", 'lr = 0.5\nclip = "square"', "per-layer"),

@@ -5,45 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ledgers import execute, in_child
+from paid_runs import BUDGET, STEPS, data, plan, train
+from sqlalchemy import text
 from torch import nn
 
 import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, InputError, Ledger
+from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError
 from diminuendo.ledger import identify, verify
-from diminuendo.training import Checkpoints, PrivateGradients, Released, fit
-
-N, STEPS = 30, 24
-BUDGET = Budget(epsilon=4, delta=1e-5)
-
-
-def plan(budget: Budget = BUDGET, steps: int = STEPS) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(budget, examples=N, parameters=15, steps=steps)
-
-
-def data() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
-
-
-def train(url: str, made: dim.Plan, **options: Any) -> Any:
-    loss = nn.CrossEntropyLoss(reduction="none")
-    settings = {"loss": loss, "lr": 0.5, "progress": False, "budget": "b", **options}
-    if "every" in settings:
-        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
-    return fit(nn.Linear(4, 3), data(), made, ledger=url, **settings)
+from diminuendo.training import Checkpoints, PrivateGradients, Released
 
 
 def test_a_run_is_charged_and_cites_the_chain(ledger: Ledger, url: str) -> None:
@@ -158,8 +139,7 @@ def test_your_own_loop(ledger: Ledger) -> None:
 SCRIPT = """
     import sys, time, warnings
     warnings.simplefilter("ignore")
-    sys.path.insert(0, {here!r})
-    from test_training import plan, train
+    from paid_runs import plan, train
     result = train({url!r}, plan(), folder={folder!r}, every=5,
                    after_step=lambda step, private: time.sleep(0.02))
     print(result.status, result.steps)
@@ -171,8 +151,8 @@ def test_killed_and_resumed_pays_once_for_every_step(
 ) -> None:
     ledger.create("b", BUDGET)
     script = tmp_path / "script.py"
-    here, folder = str(Path(__file__).parent), str(tmp_path / "run")
-    script.write_text(textwrap.dedent(SCRIPT.format(here=here, url=url, folder=folder)))
+    folder = str(tmp_path / "run")
+    script.write_text(textwrap.dedent(SCRIPT.format(url=url, folder=folder)))
     journal = Path(folder) / "journal.json"
     chance = random.Random(0)
     for _ in range(2):
@@ -197,3 +177,66 @@ def test_killed_and_resumed_pays_once_for_every_step(
 
 def _reserved(journal: Path) -> int:
     return int(json.loads(journal.read_text())["reserved"]) if journal.exists() else 0
+
+
+def test_an_older_copy_of_the_folder_releases_no_step_again(
+    ledger: Ledger, url: str, tmp_path: Path
+) -> None:
+    """Copied at step 7, the original killed at 18: the copy goes on after what was started."""
+    ledger.create("b", BUDGET)
+    run, copy, log = tmp_path / "run", tmp_path / "copy", tmp_path / "log"
+
+    def released(step: int, private: PrivateGradients) -> None:
+        del private
+        with log.open("a") as handle:
+            handle.write(f"{step}\n")
+        if step == 7 and not copy.exists():
+            shutil.copytree(run, copy)
+        if step == 18 and not done:
+            os._exit(9)
+
+    done: list[int] = []
+    child = in_child(lambda: train(url, plan(), folder=Checkpoints(run, 5), after_step=released))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    done.append(1)
+    result = train(url, plan(), folder=Checkpoints(copy, 5), after_step=released)
+    steps = [int(line) for line in log.read_text().split()]
+    assert len(steps) == len(set(steps)), "each step was released once"
+    assert steps[:18] == list(range(1, 19))
+    assert result.lost >= 11
+    assert result.steps == STEPS
+    assert ledger.status("b").spent <= 1
+    verify(ledger)
+
+
+def test_a_run_whose_ledger_lost_what_it_had_seen_is_not_resumed(url: str, tmp_path: Path) -> None:
+    """The ledger was put back to an older state between a run's crash and its resumption."""
+    with Ledger(url) as ledger:
+        ledger.create("b", BUDGET)
+        saved = {
+            table: _rows(ledger, f"SELECT * FROM diminuendo_{table}")
+            for table in ("head", "records", "budgets", "runs")
+        }
+
+    def stop(step: int, private: PrivateGradients) -> None:
+        del private
+        if step == 9:
+            os._exit(9)
+
+    folder = Checkpoints(tmp_path / "run", 5)
+    child = in_child(lambda: train(url, plan(), folder=folder, after_step=stop))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with Ledger(url) as ledger:
+        for table, rows in saved.items():
+            execute(ledger, f"DELETE FROM diminuendo_{table}")
+            for row in rows:
+                names, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+                insert = f"INSERT INTO diminuendo_{table} ({names}) VALUES ({values})"
+                execute(ledger, insert, **row)
+        assert verify(ledger).steps == 0
+    with pytest.raises(LedgerError, match="behind what was seen"):
+        train(url, plan(), folder=folder)
+
+
+def _rows(ledger: Ledger, query: str) -> list[dict[str, Any]]:
+    return ledger.read_transaction(lambda c: [dict(row._mapping) for row in c.execute(text(query))])

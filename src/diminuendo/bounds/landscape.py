@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -118,6 +118,7 @@ class Quadratic:
     eigenvalues: Vector
     step_size: float
     description: str
+    weights: Vector | None = None
 
     factor = 1.0
 
@@ -127,7 +128,9 @@ class Quadratic:
         return float(np.max(np.abs(1 - self.step_size * scaled)))
 
     def influence(self, steps: int) -> Vector:
-        return influence.spectrum(self.eigenvalues, steps=steps, step_size=self.step_size)
+        return influence.spectrum(
+            self.eigenvalues, steps=steps, step_size=self.step_size, weights=self.weights
+        )
 
     bound_influence = influence
 
@@ -194,7 +197,7 @@ def describe(
     *,
     kappa: float | None,
     gamma: float | None,
-    spectrum: ArrayLike | None,
+    spectrum: Any,
     curve: ArrayLike | None,
     beta: float | None,
     step_size: float,
@@ -228,15 +231,11 @@ def describe(
     if beta is not None:
         beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
-        origin = influence.measured.said_of(curve) or "a measured influence curve"
+        origin = influence.measured.origin_of(curve) or "a measured influence curve"
         return Curve(influence.from_values(curve), f"Known about the loss: {origin}.")
     if spectrum is not None:
         _no_momentum("spectrum", beta)
-        values = _validate.vector("spectrum", spectrum, positive=False)
-        _validate.positive("max(spectrum)", values.max())
-        return Quadratic(
-            values, size, f"Known about the loss: a Hessian spectrum of {values.size} eigenvalues."
-        )
+        return _quadratic(spectrum, size)
     if size != 1 and (beta is not None or not stated):
         raise InputError(
             "left out with momentum, and where nothing is known about the loss",
@@ -256,6 +255,23 @@ def describe(
         1.0,
         f"Nothing is known about the loss, so gamma = {rate:.6g} is assumed. {_MEASURE}",
     )
+
+
+def _quadratic(spectrum: Any, size: float) -> Quadratic:
+    """From eigenvalues, or from a measured spectrum with its weights; negative ones are flat."""
+    origin, weights = "a Hessian spectrum", None
+    values = getattr(spectrum, "eigenvalues", None)
+    if values is None:
+        values = _validate.vector("spectrum", spectrum, positive=False)
+    else:
+        values = np.maximum(np.asarray(values, dtype=np.float64), 0.0)
+        weights = _validate.vector("the spectrum's weights", spectrum.weights)
+        origin = "a measured Hessian spectrum"
+        if not getattr(spectrum, "private", True):
+            origin += ", measured on the private data and not paid for: the plan is NOT PRIVATE,"
+    _validate.positive("max(spectrum)", values.max())
+    sentence = f"Known about the loss: {origin} of {values.size} eigenvalues."
+    return Quadratic(values, size, sentence, weights)
 
 
 def _guess(steps: int | None) -> float:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
-from diminuendo.cli.options import AsJson, print_json
+from diminuendo.cli.options import AsJson, print_json, working
 from diminuendo.cli.report import drawn
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
@@ -50,6 +50,9 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "schedule": (str, list),
         "fall": _NUMBER,
         "sampling_rate": (int, float, list),
+        "lr": (int, float, str, list),
+        "max_lr": _NUMBER,
+        "gradient_norm": _NUMBER,
         "examples": int,
         "parameters": int,
     },
@@ -61,9 +64,11 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "lr": _NUMBER,
         "lr_scheduler": str,
         "lr_scheduler_arguments": dict,
+        "strict": bool,
         "clip": str,
         "clip_bounds": list,
         "micro_batch": int,
+        "noise": str,
         "seed": int,
         "workers": int,
         "device": str,
@@ -89,6 +94,12 @@ def train(
             help="Also show and write the mean loss of a batch, which the claim does not cover.",
         ),
     ] = False,
+    noise: Annotated[
+        Literal["exact", "fast"] | None,
+        typer.Option(
+            help="exact (the default), or fast: then the claim is for real arithmetic only."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a PyTorch model by a plan; writes model, plan, events, result and report.
@@ -139,8 +150,10 @@ def train(
                 optimizer=optimizer,
                 lr=training.get("lr"),
                 lr_scheduler=lr_scheduler,
+                strict=training.get("strict", False),
                 clip=clip,
                 micro_batch=training.get("micro_batch"),
+                noise=noise or training.get("noise", "exact"),
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),
@@ -327,10 +340,11 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
-        return make_plan(
-            Budget(**settings["budget"]),
-            **{"examples": examples, "parameters": parameters, **section},
-        )
+        with working("planning"):
+            return make_plan(
+                Budget(**settings["budget"]),
+                **{"examples": examples, "parameters": parameters, **section},
+            )
     except TypeError as error:
         raise InputError(
             "the arguments of dim.Budget and dim.plan",

@@ -1,8 +1,9 @@
 """Several processes, one release: shares of one sample, one sum, one noise, one voice.
 
-Every rank draws the same Poisson sample (the seeds are shared) and takes every world-th example of
-it. The first rank asks the spending and adds the noise; sums are reduced. A rank that dies makes
-the collective operations of the others fail: they stop with an error rather than train on.
+Every rank draws the same Poisson sample (they share the key for it) and takes every world-th
+example of it. The first rank asks the spending and adds the noise; sums are reduced. A rank that
+dies makes the collective operations of the others fail: they stop with an error rather than train
+on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from diminuendo.budget import Budget
 from diminuendo.errors import DiminuendoError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import Spending
-from diminuendo.training.seeds import Seeds
+from diminuendo.training.mechanism.keys import Keys
 
 T = TypeVar("T")
 
@@ -67,9 +68,10 @@ class Group:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def same_seeds(self, seeds: Seeds) -> Seeds:
-        """The first rank's seeds, everywhere."""
-        return seeds.shared(self._broadcast(seeds.root)) if self.world > 1 else seeds
+    def same_sample(self, keys: Keys) -> None:
+        """Have every rank draw the first one's sample."""
+        if self.world > 1:
+            keys.share(self._broadcast(keys.shared))
 
     def agree(self, ask: Callable[[], T]) -> T:
         """Ask on the first rank alone; every rank returns its answer, or raises its error.
@@ -177,12 +179,13 @@ class RankSpending(Spending):
         state: Mapping[str, Any] | None = None,
         *,
         seen: int | None = None,
+        receipt: Mapping[str, Any] | None = None,
         events: Iterable[GaussianStep] = (),
     ) -> int:
         """Begin or go on, on the first rank; returns how many steps are spent."""
 
         def on_first() -> tuple[GaussianStep, ...]:
-            self._first.resume(state, seen=seen, events=events)
+            self._first.resume(state, seen=seen, receipt=receipt, events=events)
             return self._first.granted
 
         granted = self._group.agree(on_first)
@@ -190,6 +193,10 @@ class RankSpending(Spending):
         for event in granted:
             self._record(event)
         return self.steps
+
+    def receipt(self, upto: int | None = None) -> dict[str, Any]:
+        """The first rank's receipt, on all ranks."""
+        return self._group.agree(lambda: self._first.receipt(upto))
 
     def close(self, reason: str = "done") -> None:
         """End the first rank's; not collective, so that one rank alone can end after an error."""

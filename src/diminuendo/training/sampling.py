@@ -1,8 +1,8 @@
 """Which examples take part in a step: all of them, or a Poisson sample.
 
-Formal guarantee: at rate p every example is drawn independently with probability p (to within
-2⁻⁵³), in every step anew, and a draw may be empty. This is the sampler that the accountant
-accounts.
+Formal guarantee: at rate p every example is drawn independently with probability p, to the last
+bit of the double p, in every step anew, and a draw may be empty. This is the sampler that the
+accountant accounts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from diminuendo import _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.training.distributed import Group
+from diminuendo.training.mechanism import bernoulli
 from diminuendo.training.seeds import Seeds
 
 
@@ -28,8 +29,7 @@ def draw(examples: int, rate: float, seeds: Seeds, step: int) -> Tensor:
     """The indices of the examples that take part in a step, in increasing order."""
     if rate == 1:
         return torch.arange(examples)
-    uniform = torch.rand(examples, dtype=torch.float64, generator=seeds.generator("sampling", step))
-    return torch.nonzero(uniform < rate).flatten()
+    return torch.from_numpy(bernoulli.chosen(examples, rate, seeds.keys.sampling(step)))
 
 
 def as_trained(part: Any, precision: torch.dtype | None = None) -> Tensor:
@@ -180,6 +180,8 @@ class Part(NamedTuple):
     first: bool
     last: bool
     size: int
+    parts: int = 1
+    """Of how many micro-batches the logical batch consists on this rank."""
 
 
 class Sampler:
@@ -237,7 +239,7 @@ class Sampler:
             drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
             pieces = _chunks(self._group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece)))
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces)))
                 yield piece
             step += 1
 

@@ -12,6 +12,8 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +28,11 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
-from diminuendo.training.clipping.contract import TF32, coarse
+from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
-from diminuendo.training.mechanism import FastNoise, Mechanism, NoisySum
+from diminuendo.training.learning_rates import Watch
+from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.sampling import Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
@@ -71,6 +74,8 @@ class PrivateGradients:
                  p.grad stays None until the logical batch is complete
     journal      a file that knows across a crash which steps may have been released; with it, or
                  with a ledger, a saved `state_dict` can be gone on from
+    noise        "exact": what is released is a post-processing of the ideal Gaussian mechanism;
+                 "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed         only for tests and experiments: the run is then not private
 
     A step that was paid for and then failed half-way stays spent; the next one goes on after it.
@@ -87,35 +92,57 @@ class PrivateGradients:
         policy: Policy | None = None,
         micro_batch: int | None = None,
         journal: Journal | str | Path | None = None,
+        noise: NoiseName = "exact",
         seed: int | None = None,
     ) -> None:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
+        _validate.choice("noise", noise, ["exact", "fast"])
+        if policy is None:
+            guard.check_plan(plan)
+        self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
         self.model, self.plan, self.policy = model, plan, policy
         self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
         self._sigmas: list[float] = plan.sigmas.tolist()
         self.group = Group.current()
-        self.seeds = self.group.same_seeds(Seeds.make(seed))
+        self.seeds = Seeds.make(seed)
+        self.group.same_sample(self.seeds.keys)
         self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
         self.spending = self._asked_by_the_first(spending)
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal, plan, writes=self.group.first)
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
-        self.guard = guard.Guard(model, self.engine.parameters)
-        self.mechanism = Mechanism(self.engine.parameters, FastNoise(self.seeds), self.group)
+        self.guard = guard.Guard(self.engine.model, self.engine.parameters)
+        self.guard.watch(plan.examples, drawn=False)
+        self.engine.before_forward(self.guard.before_forward)
+        source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
+        self.mechanism = Mechanism(self.engine.parameters, source, self.group)
         self.step = 0
         """How many steps are over: taken, or lost by a crash or an error."""
         self.lost = 0
         """How many of them a crash cost: spent, and not taken."""
         self.released: tuple[Tensor, ...] = ()
         """The last step's private gradient, one tensor for each parameter, in its shape."""
+        self.watch = self._watch_learning_rates()
+        """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
+
+    def _watch_learning_rates(self) -> Watch | None:
+        if self.plan.lr is None or self.policy is not None:
+            return None
+        own = weakref.ref(self)
+
+        def taken() -> int | None:
+            private = own()
+            return None if private is None else private.step
+
+        return Watch(self.engine.parameters, self.plan.lr.tolist(), taken)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):
@@ -154,6 +181,7 @@ class PrivateGradients:
         self.sampler.check(source)
         self.begin()
         self._abandon()
+        self.guard.verify()
         for part, batch in self.sampler.batches(
             source,
             self.step,
@@ -163,27 +191,29 @@ class PrivateGradients:
             collate=collate,
         ):
             if part.first and not self._may_go_on():
-                return
+                break
             if part.first and part.step != self.step:
                 raise UsageError(
                     f"This batch was drawn for step {part.step + 1}, and the next step to take is "
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch()
+            self.guard.watch(part.size, drawn=True)
             yield batch
             if self._part is not None:
                 raise UsageError(
                     "A batch was drawn and private.backward was not called for it. Call it once "
                     "for each batch: a batch that was drawn belongs to a step."
                 )
+        self.guard.verify()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        self.begin()
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
+        self.engine.probe_if_due(losses)
+        self.begin()
         self._part = None
         if part.first:
             self._request()
@@ -194,7 +224,14 @@ class PrivateGradients:
         clip, total = self._open
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(losses, clip, into, total.scale)
+            self.engine.clipped_sum(
+                losses,
+                clip,
+                into,
+                total.scale,
+                certify=self._certified,
+                share=1 / (part.parts * self.group.world),
+            )
         if part.last:
             self._release(total)
             self._open = None
@@ -207,7 +244,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -217,7 +254,8 @@ class PrivateGradients:
         self._open = _Open(clip, total)
         if self.journal is not None:
             with self._or_abandon():
-                self.journal.before_release(self.step, event, planned=self.policy is None)
+                planned = self.policy is None
+                self.journal.before_release(self.step, event, self.spending, planned=planned)
 
     def _release(self, total: NoisySum) -> None:
         """The noisy sum over the divisor, to p.grad."""
@@ -228,7 +266,23 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
+
+    @property
+    def _certified(self) -> bool:
+        """Whether rounding errors of the sums are bounded and counted: not with fast noise."""
+        return not isinstance(self.mechanism.noise, FastNoise)
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ: the probability that some sum of the whole plan, or of a
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
+        facts; 0 with fast noise."""
+        if not self._certified:
+            return 0.0
+        largest = self.sampler.micro_batch or self.plan.examples
+        calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
+        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -284,10 +338,12 @@ class PrivateGradients:
 
         Save it together with the model and the optimiser, between steps.
         """
+        self.guard.verify()
         return {
             "plan": self.plan.digest,
             "examples": self.plan.examples,
             "seed": self.seeds.fixed,
+            "noise": self.noise,
             "step": self.charged,
             "lost": self.lost,
             "spending": self.spending.state(),
@@ -305,6 +361,7 @@ class PrivateGradients:
             ("plan", self.plan.digest),
             ("examples", self.plan.examples),
             ("seed", self.seeds.fixed),
+            ("noise", self.noise),
         ):
             if state[name] != mine:
                 raise InputError(
@@ -322,7 +379,7 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
@@ -336,6 +393,7 @@ class PrivateGradients:
         now = self.spending.resume(
             None if state is None else state["spending"],
             seen=seen,
+            receipt=entry.receipt,
             events=self._planned(step) if self.policy is None else entry.after(step),
         )
         if state is not None:
@@ -356,6 +414,8 @@ class PrivateGradients:
         The journal then says which steps were paid for, and no more: this is no crash.
         """
         self.engine.close()
+        if self.watch is not None:
+            self.watch.stop()
         if self.journal is not None:
             self.journal.settle(self.charged)
 

@@ -24,21 +24,31 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.clipping.certified import Buffers, Located, Summation, check_request
 from diminuendo.training.clipping.clip import Clip
-from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
+from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.probe import Sketch, probe
+from diminuendo.training.clipping.probe import Sketch, leaves, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows
+from diminuendo.training.clipping.rounding import (
+    DOUBLE,
+    TF32,
+    cancelled,
+    coarse,
+    joint_norm,
+    row_norm,
+)
+from diminuendo.training.clipping.sums import Rows, Term
+from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, kept_rows
 from diminuendo.training.clipping.watch import Root, Watch, routed
 from diminuendo.training.memory import keep_freed
 
@@ -46,21 +56,18 @@ from diminuendo.training.memory import keep_freed
 # so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
 _JOINED = 1 << 20
 _JOINED_CPU = 1 << 15
-# Up to so many norms are joined one by one, which takes a host less time than to line them up.
-_FEW = 4
+# Keeps a factor that is rounded to float32 from growing.
+_DOWN = 1.0 - 2.0**-23
 # Entries kept for the sums up to which a GPU is taken to wait for the host.
 _LITTLE = 1 << 24
-
-Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-"""Where sums go; a function is called once the backward pass has let go of its memory."""
 
 
 @dataclass
 class ClippedSum:
     """The result of one call of :meth:`Engine.clipped_sum`.
 
-    ``sums`` is aligned with ``Engine.parameters``; ``norms`` are the unclipped norms ``(N,)``;
-    ``finite`` says which of them are finite, unless all are.
+    ``sums`` is aligned with ``Engine.parameters``; ``norms`` are upper bounds of the unclipped
+    norms ``(N,)`` in float64; ``finite`` says which of them are finite, unless all are.
     """
 
     sums: list[Tensor]
@@ -94,6 +101,7 @@ class Engine:
         self._uses: Counter[Hashable] = Counter()
         self._installed: list[tuple[nn.Module, Any]] = []
         self._ones = torch.ones(0)
+        self._summation = Summation()
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
             raise EngineError("the model has no parameter with requires_grad=True to train")
@@ -172,9 +180,14 @@ class Engine:
     ) -> None:
         self.close()
 
-    def zeros(self) -> list[Tensor]:
-        """Buffers of zeros to accumulate into, aligned with ``parameters``."""
-        return [torch.zeros_like(upcast(param.detach())) for param in self.parameters]
+    def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
+        """Have ``look(args, kwargs)`` called before every recorded call of the whole model."""
+        self._root.before = look
+
+    def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Buffers of zeros to accumulate into, aligned with ``parameters``: float32 or as wide as
+        the parameters, or of ``dtype``."""
+        return [torch.zeros_like(upcast(p.detach()), dtype=dtype) for p in self.parameters]
 
     def clipped_sum(
         self,
@@ -182,29 +195,58 @@ class Engine:
         clip: Clip,
         accumulate: Buffers | None = None,
         scale: float = 1.0,
+        *,
+        certify: bool = False,
+        share: float = 1.0,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
         ``losses`` has one entry per example, shape ``(N,)``. With ``accumulate`` (for example
         ``engine.zeros``) the sums are added into those buffers, which are also returned. An
         example whose norm is not finite contributes exactly zero.
+
+        With ``certify`` the sums are float64 (so must be the buffers, and ``scale`` be 1), and the
+        norm of their rounding error, over all parameters together, is at most ``ALLOWANCE *
+        share`` times ``clip.sensitivity``, but for a probability of ``FAILURE`` (docs/rounding.md).
+        ``share`` is the part of the allowance that this call may take, in (0, 1]: 1 over the number
+        of micro-batches and ranks whose sums are added up.
         """
         self.check_losses(losses)
-        if accumulate is None and scale != 1.0:
+        self.probe_if_due(losses)
+        if certify:
+            check_request(accumulate, scale, share)
+        elif accumulate is None and scale != 1.0:
             accumulate = self.zeros
         device = losses.device.type
+        allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+
+    def sensitivity_factor(self, certified: bool) -> float:
+        """What the noise's sensitivity is to be multiplied by for rounding errors; at least 1.
+
+        Two neighbouring sums differ by one contribution and by the errors of both. Sums that are
+        not certified have no proven bound: what TF32 rounds off a factor is counted alone.
+        """
+        if certified:
+            return 1 + 2 * ALLOWANCE
+        return 1 + 4 * TF32 if coarse(self.parameters[0]) else 1.0
 
     def _clipped_sum(
-        self, losses: Tensor, clip: Clip, accumulate: Buffers | None, scale: float
+        self,
+        losses: Tensor,
+        clip: Clip,
+        accumulate: Buffers | None,
+        scale: float,
+        allowance: float | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
-            empty = self.zeros() if accumulate is None else _made(accumulate)
-            return ClippedSum(empty, upcast(losses.detach()))
+            dtype = None if allowance is None else torch.float64
+            empty = self.zeros(dtype) if accumulate is None else _made(accumulate)
+            return ClippedSum(empty, losses.detach().double())
         collected = _Norms(self._slot, losses.shape[0])
         self._backward(collected, losses)
         groups = [_Group() for _ in self.layers] if clip.per_layer else [_Group()]
@@ -212,6 +254,9 @@ class Engine:
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors = self._factors(groups, clip, losses)
         live, collected.live = collected.live, []
+        if allowance is not None:
+            return self._certified(live, groups, norms, factors, clip, accumulate, allowance)
+        factors = [self._lower(row) for row in factors]
         sums: list[Tensor] | None = None
         if self._may_sum_twice(live, losses, accumulate):
             sums = self._sums(live, groups, factors, accumulate, scale, keep=True)
@@ -227,6 +272,58 @@ class Engine:
         for piece in live:
             piece.release()
         return ClippedSum(sums, norms, finite)
+
+    def _lower(self, factors: Tensor) -> Tensor:
+        """The factors in the type of the gradients, not above what they were."""
+        dtype = upcast(self.parameters[0].detach()).dtype
+        return factors if dtype is torch.float64 else factors.mul(_DOWN).to(dtype)
+
+    def _certified(
+        self,
+        live: list[Piece],
+        groups: list[_Group],
+        norms: Tensor,
+        factors: Sequence[Tensor],
+        clip: Clip,
+        accumulate: Buffers | None,
+        allowance: float,
+    ) -> ClippedSum:
+        finite = _unless_all_finite(norms)
+        if finite is not None:
+            factors = [torch.where(finite, row, 0.0) for row in factors]
+            for piece in live:
+                piece.purge(finite)
+            for group in groups:
+                group.purge(finite)
+        terms = self._terms(live, groups, factors)
+        parts = self._summation.parts(terms, len(norms), clip.sensitivity, allowance)
+        sums = self.zeros(torch.float64) if accumulate is None else _made(accumulate)
+        check_request(sums)
+        for (slot, rows, _, _), part in zip(terms, parts, strict=True):
+            total = sums[slot] if rows is WHOLE else sums[slot][rows]
+            total.add_(part.reshape(total.shape))
+        for piece in live:
+            piece.release()
+        return ClippedSum(sums, norms, finite)
+
+    def _terms(
+        self, live: list[Piece], groups: list[_Group], factors: Sequence[Tensor]
+    ) -> list[Located]:
+        """Everything that the sums consist of."""
+        terms: list[Located] = []
+        users = Counter(self._slot[id(param)] for piece in live for param in piece.params)
+        for group, row in zip(groups, factors, strict=True):
+            terms += [Located(slot, WHOLE, part, row) for slot, part in group.terms(row)]
+        done = {term.slot for term in terms}
+        for piece in live:
+            for param in piece.params:
+                slot = self._slot[id(param)]
+                if slot not in done:
+                    row = factors[self._layer_of[slot] if len(factors) > 1 else 0]
+                    for rows, term in piece.terms(param, row):
+                        part = term.of_shared(upcast(param.detach())) if users[slot] > 1 else term
+                        terms.append(Located(slot, rows, part, row))
+        return terms
 
     def _may_sum_twice(self, live: list[Piece], losses: Tensor, accumulate: Buffers | None) -> bool:
         """Whether to sum before it is known that all norms are finite, and again if they are not.
@@ -305,9 +402,8 @@ class Engine:
             if self.eval_mode == "raise":
                 raise EngineError(message)
             warnings.warn(message, stacklevel=3)
-        self._probe_if_due(losses)
 
-    def _probe_if_due(self, losses: Tensor) -> None:
+    def probe_if_due(self, losses: Tensor) -> None:
         """Probe at the 1st, 2nd, 4th, 8th, ... use of a shape of the batch.
 
         Batches of other sizes have the same shape, unless the size is that of something else.
@@ -329,8 +425,8 @@ class Engine:
     def probe(self, losses: Tensor) -> None:
         """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
 
-        Takes two backward passes, and leaves the graph of ``losses`` as it was. ``clipped_sum``
-        and ``check_losses`` call it where it is due.
+        Takes two backward passes, and leaves the graph of ``losses`` and all gradients as they
+        were. ``probe_if_due`` calls it, and ``clipped_sum`` where nobody did before.
         """
         dtypes = {param.dtype for param in self.parameters}
         if torch.is_autocast_enabled(losses.device.type):
@@ -341,8 +437,15 @@ class Engine:
             self._run_backward(losses, weights, sketch.arrive, keep=True)
             sketch.finish()
 
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            self._sizes |= probe(run, losses, lowest)
+        stash = [(leaf, leaf.grad) for leaf in leaves(losses)]
+        for leaf, _ in stash:
+            leaf.grad = None
+        try:
+            with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+                self._sizes |= probe(run, losses, lowest)
+        finally:
+            for leaf, grad in stash:
+                leaf.grad = grad
 
     def _backward(self, norms: _Norms, losses: Tensor) -> None:
         """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""
@@ -404,12 +507,12 @@ class Engine:
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Norms ``(N,)``, and the factors of each group."""
         rows = [group.norms() for group in groups]
-        known = [torch.zeros_like(upcast(losses.detach())) if r is None else r for r in rows]
+        known = [
+            losses.new_zeros(len(losses), dtype=torch.float64) if r is None else r for r in rows
+        ]
         if not clip.per_layer:
             return known[0], [clip.factors(known[0])]
-        stacked = torch.stack(known)
-        norms = torch.linalg.vector_norm(stacked, dim=0)
-        return norms, clip.factors(stacked).unbind(0)
+        return joint_norm(known), clip.factors(torch.stack(known)).unbind(0)
 
 
 def _backward(losses: Tensor, weights: Tensor, keep: bool) -> None:
@@ -435,16 +538,13 @@ class _Group:
 
     def __init__(self) -> None:
         self._norms: list[Tensor] = []
-        self._squares: list[Tensor] = []
         self._rows: list[tuple[int, Tensor]] = []
         self._joined: Tensor | None = None
 
     def add(self, slot: int, report: Report) -> None:
         """Take one report."""
         value = report.value
-        if report.kind is Kind.SQUARE:
-            self._squares.append(value)
-        elif report.kind is Kind.NORM:
+        if report.kind is Kind.NORM:
             self._norms.append(value)
         else:
             self._rows.append((slot, value if value.dim() == 2 else value.flatten(1)))
@@ -456,19 +556,22 @@ class _Group:
             rows = [value for _, value in self._rows]
             self._joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             terms.append(row_norm(self._joined))
-        if self._squares:
-            squares = self._squares
-            total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
-            terms.append(total.clamp(min=0.0).sqrt_())
-        if len(terms) <= _FEW:
-            return reduce(torch.hypot, terms) if terms else None
-        joint: Tensor = torch.linalg.vector_norm(torch.cat(terms).view(len(terms), -1), dim=0)
-        return joint
+        return joint_norm(terms) if terms else None
 
     def purge(self, keep: Tensor) -> None:
         """Set the rows of the examples that are not kept to zero."""
         if self._joined is not None:
             self._joined = kept_rows(self._joined, keep)
+
+    def terms(self, factors: Tensor) -> list[tuple[int, Term]]:
+        """What the weighted sums of the parameters whose rows were joined consist of, by slot."""
+        if self._joined is None:
+            return []
+        sizes = [value.shape[1] for _, value in self._rows]
+        parts = torch.split(self._joined, sizes, 1)
+        return [
+            (slot, Rows(part, factors)) for (slot, _), part in zip(self._rows, parts, strict=True)
+        ]
 
     def sums(self, factors: Tensor) -> list[tuple[int, Tensor]]:
         """The weighted sums of the parameters whose rows were joined, by slot, flat."""
@@ -535,7 +638,7 @@ class _Norms:
         for slot, pieces in enumerate(users):
             if len(pieces) > 1:
                 param = params[slot]
-                reports.append((slot, Report(id(param), Kind.SQUARE, _shared(param, pieces))))
+                reports.append((slot, Report(id(param), Kind.NORM, _shared(param, pieces))))
         return reports
 
     def _process(self, piece: Piece) -> None:
@@ -558,15 +661,21 @@ class _Norms:
 
 
 def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:
-    """Squared norm of the summed gradients of a parameter used several times."""
+    """Norms of the summed gradients of a parameter used several times."""
     factors = [piece.factor(param) for piece in pieces]
     known = [factor for factor in factors if factor is not None]
     if len(known) == len(factors):
-        return shared_square_norm(known)
-    total = pieces[0].instantiate(param)
+        size = shared_size(known)
+        rounded = any(coarse(factor.cols, convolved=True) for factor in known)
+        return size.rounded().norm if rounded else size.norm
+    total, bulk = pieces[0].instantiate(param), pieces[0].bulk(param)
     for piece in pieces[1:]:
-        total = total + piece.instantiate(param)
-    return square_norm(total)
+        total, bulk = total + piece.instantiate(param), bulk + piece.bulk(param)
+    rough = DOUBLE * (max(piece.tokens for piece in pieces) + len(pieces) + 8)
+    like = upcast(param.detach())
+    if coarse(like, convolved=True):
+        rough += 1.01 * TF32
+    return row_norm(total).add_(bulk, alpha=rough).maximum(bulk / cancelled(like))
 
 
 def _made(buffers: Buffers) -> list[Tensor]:

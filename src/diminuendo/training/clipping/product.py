@@ -17,6 +17,9 @@ from diminuendo.training.clipping.layers.linear import LinearPiece
 from diminuendo.training.clipping.lift import LiftPiece, MetPiece, Placed
 from diminuendo.training.clipping.marks import Made
 from diminuendo.training.clipping.rows import TAG, Rows
+from diminuendo.training.clipping.sums import Product, Term
+from diminuendo.training.clipping.sums import Rows as SumRows
+from diminuendo.training.clipping.tape import WHOLE
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
@@ -59,6 +62,14 @@ class ProductPiece(Placed, LinearPiece):
                 return
             total = total.t()
         super().add_weighted(total, param, factors, scale)
+
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        if not self.flipped or param is not self.weight:
+            return super().terms(param, factors)
+        if self._products is not None:
+            return [(WHOLE, SumRows(self._products.mT, factors))]
+        assert self.inputs is not None
+        return [(WHOLE, Product(self.inputs, self._u(), factors, self._terms))]
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         value = super().instantiate(param)

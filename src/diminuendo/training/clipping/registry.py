@@ -98,14 +98,14 @@ def check_mixing(module: nn.Module, path: str) -> None:
         )
     if isinstance(module, _BatchNorm):
         trainable = any(param.requires_grad for param in module.parameters())
-        if trainable or module.training:
+        if trainable or module.training or module.running_mean is None:
             raise UnsupportedModule(
                 path,
                 type(module).__name__,
                 "never",
                 "its statistics mix the examples of a batch, so there is no gradient of one "
                 f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
-                "freeze its parameters and put it in eval mode",
+                "freeze its parameters, keep its running statistics and put it in eval mode",
             )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise UnsupportedModule(

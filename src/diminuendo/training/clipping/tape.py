@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import Factor
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.sums import Term
+
+WHOLE = slice(None)
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.marks import Made
@@ -30,9 +33,8 @@ if TYPE_CHECKING:
 class Kind(Enum):
     """What a piece reports about a parameter, for the examples ``i``."""
 
-    SQUARE = 1  # squared norms, shape (N,)
-    NORM = 2  # norms, shape (N,)
-    ROWS = 3  # the gradients themselves, (N, *shape): the engine measures and sums them
+    NORM = 1  # upper bounds of the norms, shape (N,), float64
+    ROWS = 2  # the gradients themselves, (N, *shape): the engine measures and sums them
 
 
 class Report(NamedTuple):
@@ -65,6 +67,7 @@ class Piece:
     """
 
     eager = True
+    tokens = 1  # how many products an entry of an example's gradient is the sum of
     engaged = processed = False
     heavy: tuple[str, ...] = ()  # attributes that hold one tensor each, examples first
     _pending: Counter[int] | None = None
@@ -142,8 +145,19 @@ class Piece:
         """Add ``scale`` times the weighted sum to ``total``."""
         total.add_(self.weighted_sum(param, factors), alpha=scale)
 
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        """What ``sum_i factors[i] g_i`` of one parameter consists of, by rows of the parameter."""
+        raise NotImplementedError
+
     def instantiate(self, param: nn.Parameter) -> Tensor:
-        """The per-example gradients of one parameter, ``(N, *shape)``."""
+        """The per-example gradients of one parameter, ``(N, *shape)``, in float64.
+
+        They are what ``terms`` adds up, but for ``(tokens + 2) 2^-53`` of :meth:`bulk`.
+        """
+        raise NotImplementedError
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        """Upper bounds ``(N,)``, float64, of the sizes of what is added up, before any cancel."""
         raise NotImplementedError
 
     def factor(self, param: nn.Parameter) -> Factor | None:  # noqa: ARG002

@@ -263,6 +263,7 @@ class Root:
     def __init__(self, tape: Tape, watch: Watch, always: bool) -> None:
         self.tape, self.watch, self.always = tape, watch, always
         self.shape: Hashable = None
+        self.before: Callable[[Any, dict[str, Any]], None] | None = None
         self._plain: set[Hashable] = set()
 
     def around(self, model: nn.Module) -> Callable[..., Any]:
@@ -292,6 +293,8 @@ class Root:
     def _watched(
         self, call: Callable[..., Any], model: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        if self.before is not None:
+            self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
         examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
         self.shape = tuple(
