@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,8 @@ RESULTS: dict[str, dict[str, str]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +37,7 @@ def results() -> dict[str, dict[str, str]]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave the results where `tests/models/table.py` finds them."""
-    if RESULTS:
+    if RESULTS and not hasattr(session.config, "workerinput"):
         path = Path(session.config.rootpath) / "build" / "models.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(RESULTS, indent=1), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Batch, Loss
+from outside import CASES, Batch, Loss
 from torch import Tensor, nn
 
 from diminuendo.training.clipping import Engine, EngineError, Flat
@@ -17,15 +17,16 @@ def one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> tuple[float, list[
     for i in range(len(next(iter(batch.values())))):
         model.zero_grad()
         loss(model, {name: value[i : i + 1] for name, value in batch.items()}).sum().backward()
-        rows.append([torch.zeros_like(p) if p.grad is None else p.grad.double() for p in params])
+        rows.append(
+            [torch.zeros_like(p).double() if p.grad is None else p.grad.double() for p in params]
+        )
         model.zero_grad()
-    norms = torch.tensor(
-        [sum(float(g.double().square().sum()) for g in row) for row in rows]
-    ).sqrt()
+    squares = [sum(float(g.square().sum()) for g in row) for row in rows]
+    norms = torch.tensor(squares, dtype=torch.float64).sqrt()
     bound = float(norms.median())
     factors = (bound / norms).clamp(max=1.0)
     sums = [
-        torch.stack([f * row[k].double() for f, row in zip(factors, rows, strict=True)]).sum(0)
+        torch.stack([f * row[k] for f, row in zip(factors, rows, strict=True)]).sum(0)
         for k in range(len(params))
     ]
     return bound, sums

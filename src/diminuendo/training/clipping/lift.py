@@ -97,7 +97,7 @@ class LiftPiece(Placed, MetPiece):
             others = [d for d, size in enumerate(aligned) if size == 1 and d != dim]
             grad = grad.sum(others, keepdim=True) if others else grad
             front = grad.movedim(dim, 0)
-            each = self.rows.summed(front.reshape(front.shape[0], -1))
+            each = self.rows.summed(front.reshape(len(front), self.target.numel()))
             self.take(self.target, each.reshape(self.examples, *shape))
         else:
             grad = grad.sum_to_size(shape)

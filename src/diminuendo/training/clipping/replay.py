@@ -98,7 +98,7 @@ class OperationPiece(MetPiece):
 
         def cut(tensor: Tensor, rows: Rows) -> Tensor:
             front = tensor.movedim(rows.dim, 0)
-            return front.reshape(count, -1, *front.shape[1:])
+            return front.reshape(count, len(front) // max(1, count), *front.shape[1:])
 
         keys = list(self.rows)
 

@@ -66,7 +66,7 @@ class Rows:
             )
         front = tensor.movedim(self.dim, 0)
         if self.owner is None:
-            return front.reshape(self.examples, -1, *front.shape[1:])
+            return front.reshape(self.examples, len(front) // self.examples, *front.shape[1:])
         owner, place, most = self._find_places(tensor.device)
         full = front.new_zeros(self.examples, most, *front.shape[1:])
         full[owner, place] = front
@@ -77,7 +77,8 @@ class Rows:
         if self.owner is None:
             if values.shape[0] == self.examples:
                 return values
-            return values.reshape(self.examples, -1, *values.shape[1:]).sum(1)
+            each = len(values) // self.examples
+            return values.reshape(self.examples, each, *values.shape[1:]).sum(1)
         total = values.new_zeros(self.examples, *values.shape[1:])
         return total.index_add_(0, self.owner.to(values.device), values)
 

@@ -182,7 +182,14 @@ hub("BERT", "Bert", CLASSIFIER, BERT, labelled, classify)
 hub("BERT, N = T", "Bert", CLASSIFIER, BERT, short, classify)
 hub("BERT, masked words", "Bert", "ForMaskedLM", BERT, texts, predict)
 hub("RoBERTa", "Roberta", CLASSIFIER, {**BERT, "pad_token_id": 1}, labelled, classify)
-hub("ALBERT", "Albert", CLASSIFIER, {**BERT, "embedding_size": 24}, labelled, classify)
+hub(
+    "ALBERT",
+    "Albert",
+    CLASSIFIER,
+    {**BERT, "embedding_size": 24, "classifier_dropout_prob": 0.0},
+    labelled,
+    classify,
+)
 hub("DeBERTa v2", "DebertaV2", CLASSIFIER, DEBERTA, labelled, classify)
 hub("GPT-2", "GPT2", "LMHeadModel", GPT, texts, predict)
 hub("GPT-2, N = T", "GPT2", "LMHeadModel", GPT, functools.partial(texts, N), predict)
@@ -211,7 +218,14 @@ hub("T5, N = T", "T5", GENERATION, T5, functools.partial(pairs, N), translate)
 hub("BART", "Bart", GENERATION, SEQ2SEQ, pairs, translate)
 hub("ViT", "ViT", SEEN, PICTURE, seen, classify)
 hub("DINOv2", "Dinov2", SEEN, {**PICTURE, "mlp_ratio": 2}, seen, classify)
-hub("BEiT", "Beit", SEEN, {**PICTURE, "use_relative_position_bias": True}, seen, classify)
+hub(
+    "BEiT",
+    "Beit",
+    SEEN,
+    {**PICTURE, "use_relative_position_bias": True, "drop_path_rate": 0.0},
+    seen,
+    classify,
+)
 hub("Swin", "Swin", SEEN, {
     "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
     "window_size": 4, "drop_path_rate": 0.0, "num_labels": CLASSES, **QUIET,
