@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import diminuendo as dim
 from diminuendo.errors import DiminuendoError
 from diminuendo.training import Checkpoints, Result, fit
-from diminuendo.training.mechanism import ExactNoise, FastNoise
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.mechanism import ExactNoise, FastNoise, NoiseSource
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.seeds import Seeds
 
@@ -77,9 +78,15 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+COUNTED = 1 + 2 * ALLOWANCE
+"""Sensitivity with exact noise, in units of the clip's."""
+
+
 def noisy(total: Tensor, std: float, seed: int, step: int = 0, noise: str = "exact") -> Tensor:
-    """A sum with the noise that a seeded run adds to it in a step."""
-    source = ExactNoise(Keys.make(seed)) if noise == "exact" else FastNoise(Seeds.make(seed))
+    """A sum with the noise that a seeded run adds to it in a step, whose rounding errors count."""
+    source: NoiseSource = FastNoise(Seeds.make(seed))
+    if noise == "exact":
+        source, std = ExactNoise(Keys.make(seed)), std * COUNTED
     return source.add_noise(total.double().clone(), noise_std=std, sensitivity=std, step=step)
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LOSS, gradient, weights
+from small_runs import LOSS, gradient, noisy, weights
 from torch import nn
 
 import diminuendo as dim
 from diminuendo.training import Checkpoints, PrivateGradients, Result, fit
-from diminuendo.training.mechanism import ExactNoise
-from diminuendo.training.mechanism.keys import Keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -50,11 +48,6 @@ def clipped_sum(x: torch.Tensor, y: torch.Tensor, clip: float = 0.7) -> torch.Te
         flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         total += flat * min(1.0, clip / float(flat.norm()))
     return total
-
-
-def noisy(total: torch.Tensor, std: float, seed: int, step: int = 0) -> torch.Tensor:
-    source = ExactNoise(Keys.make(seed))
-    return source.add_noise(total.clone(), noise_std=std, sensitivity=std, step=step)
 
 
 @pytest.mark.parametrize("micro_batch", [None, 7])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -95,7 +95,7 @@ def train(
         ),
     ] = False,
     noise: Annotated[
-        str | None,
+        Literal["exact", "fast"] | None,
         typer.Option(
             help="exact (the default), or fast: then the claim is for real arithmetic only."
         ),

@@ -14,7 +14,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
-from diminuendo.training.probe import Loss, refuse_mixing
+from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import bar
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
@@ -28,7 +28,8 @@ class Result:
 
     Holds nothing that was not paid for, except for `training_loss` where it was asked to be
     revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
-    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers.
+    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
+    noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
     """
 
     status: Status
@@ -43,6 +44,7 @@ class Result:
     revealed: bool = False
     training_loss: float | None = None
     noise: NoiseName = "exact"
+    delta_added: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -133,6 +135,7 @@ class Run:
             reveal,
             seen,
             private.noise,
+            private.delta_added,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
@@ -176,7 +179,8 @@ class Run:
 def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
-    tried = False
+    model = private.engine.model  # not what torch.compile made of it
+    shapes = Shapes(model)
     for batch in private.batches(data, workers=workers):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise InputError(
@@ -189,10 +193,8 @@ def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> I
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
-        if not tried and len(x) > 1:
-            model = private.engine.model  # not what torch.compile made of it
-            refuse_mixing(model, loss, x[:2], y[:2])
-            tried = True
+        if shapes.new(x, model.training):
+            refuse_mixing(model, loss, x, y, shapes.others(x))
         yield loss(private.model(x), y)
 
 

@@ -180,6 +180,8 @@ class Part(NamedTuple):
     first: bool
     last: bool
     size: int
+    parts: int = 1
+    """Of how many micro-batches the logical batch consists on this rank."""
 
 
 class Sampler:
@@ -237,7 +239,7 @@ class Sampler:
             drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
             pieces = _chunks(self._group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece)))
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces)))
                 yield piece
             step += 1
 

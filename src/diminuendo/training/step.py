@@ -12,6 +12,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.learning_rates import Watch
@@ -96,6 +98,8 @@ class PrivateGradients:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
         _validate.choice("noise", noise, ["exact", "fast"])
+        if policy is None:
+            guard.check_plan(plan)
         self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
@@ -111,7 +115,9 @@ class PrivateGradients:
             journal = Journal(journal, plan, writes=self.group.first)
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
-        self.guard = guard.Guard(model, self.engine.parameters)
+        self.guard = guard.Guard(self.engine.model, self.engine.parameters)
+        self.guard.watch(plan.examples, drawn=False)
+        self.engine.before_forward(self.guard.before_forward)
         source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
         self.mechanism = Mechanism(self.engine.parameters, source, self.group)
         self.step = 0
@@ -175,6 +181,7 @@ class PrivateGradients:
         self.sampler.check(source)
         self.begin()
         self._abandon()
+        self.guard.verify()
         for part, batch in self.sampler.batches(
             source,
             self.step,
@@ -184,27 +191,29 @@ class PrivateGradients:
             collate=collate,
         ):
             if part.first and not self._may_go_on():
-                return
+                break
             if part.first and part.step != self.step:
                 raise UsageError(
                     f"This batch was drawn for step {part.step + 1}, and the next step to take is "
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch()
+            self.guard.watch(part.size, drawn=True)
             yield batch
             if self._part is not None:
                 raise UsageError(
                     "A batch was drawn and private.backward was not called for it. Call it once "
                     "for each batch: a batch that was drawn belongs to a step."
                 )
+        self.guard.verify()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        self.begin()
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
+        self.engine.probe_if_due(losses)
+        self.begin()
         self._part = None
         if part.first:
             self._request()
@@ -215,7 +224,14 @@ class PrivateGradients:
         clip, total = self._open
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(losses, clip, into, total.scale)
+            self.engine.clipped_sum(
+                losses,
+                clip,
+                into,
+                total.scale,
+                certify=self._certified,
+                share=1 / (part.parts * self.group.world),
+            )
         if part.last:
             self._release(total)
             self._open = None
@@ -228,7 +244,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(certified=False)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -238,7 +254,8 @@ class PrivateGradients:
         self._open = _Open(clip, total)
         if self.journal is not None:
             with self._or_abandon():
-                self.journal.before_release(self.step, event, planned=self.policy is None)
+                planned = self.policy is None
+                self.journal.before_release(self.step, event, self.spending, planned=planned)
 
     def _release(self, total: NoisySum) -> None:
         """The noisy sum over the divisor, to p.grad."""
@@ -249,7 +266,23 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
+
+    @property
+    def _certified(self) -> bool:
+        """Whether rounding errors of the sums are bounded and counted: not with fast noise."""
+        return not isinstance(self.mechanism.noise, FastNoise)
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ: the probability that some sum of the whole plan, or of a
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
+        facts; 0 with fast noise."""
+        if not self._certified:
+            return 0.0
+        largest = self.sampler.micro_batch or self.plan.examples
+        calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
+        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -305,6 +338,7 @@ class PrivateGradients:
 
         Save it together with the model and the optimiser, between steps.
         """
+        self.guard.verify()
         return {
             "plan": self.plan.digest,
             "examples": self.plan.examples,
@@ -345,7 +379,7 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch()
+        self.guard.watch(self.plan.examples, drawn=False)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
@@ -359,6 +393,7 @@ class PrivateGradients:
         now = self.spending.resume(
             None if state is None else state["spending"],
             seen=seen,
+            receipt=entry.receipt,
             events=self._planned(step) if self.policy is None else entry.after(step),
         )
         if state is not None:

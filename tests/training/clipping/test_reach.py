@@ -314,7 +314,7 @@ def test_mixed_examples_are_refused(
     with Engine(model) as engine:
         losses = loss(model, (torch.randn(examples, 7, 2),))
         with pytest.raises(MixedExamples, match="Each loss must depend on its own example alone"):
-            engine.check_losses(losses)
+            engine.probe_if_due(losses)
         with pytest.raises(MixedExamples):
             engine.clipped_sum(losses, Flat(1.0))
     assert all(param.grad is None for param in model.parameters())
@@ -340,7 +340,7 @@ def test_when_the_probe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(model) as engine:
         for examples in (10, 11, 12, 13, 14, 15, 6, 16, 17):
             losses = batch_loss(model, (torch.randn(examples, 7, 2),))
-            engine.check_losses(losses)
+            engine.probe_if_due(losses)
             engine.clipped_sum(losses, Flat(1.0))
     assert seen == [10, 11, 13, 6, 17]
 

@@ -37,7 +37,7 @@ from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.probe import Sketch, probe
+from diminuendo.training.clipping.probe import Sketch, leaves, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
@@ -115,7 +115,8 @@ class Engine:
         self._slot = {id(param): slot for slot, param in enumerate(self.parameters)}
         self.layers: list[tuple[str, ...]] = []
         self._layer_of: list[int] = [-1] * len(named)
-        plan, seen = [], set()
+        plan = []
+        seen: set[int] = set()
         for path, module in model.named_modules():
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:
@@ -179,6 +180,10 @@ class Engine:
     ) -> None:
         self.close()
 
+    def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
+        """Have ``look(args, kwargs)`` called before every recorded call of the whole model."""
+        self._root.before = look
+
     def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Buffers of zeros to accumulate into, aligned with ``parameters``: float32 or as wide as
         the parameters, or of ``dtype``."""
@@ -207,6 +212,7 @@ class Engine:
         of micro-batches and ranks whose sums are added up.
         """
         self.check_losses(losses)
+        self.probe_if_due(losses)
         if certify:
             check_request(accumulate, scale, share)
         elif accumulate is None and scale != 1.0:
@@ -396,9 +402,8 @@ class Engine:
             if self.eval_mode == "raise":
                 raise EngineError(message)
             warnings.warn(message, stacklevel=3)
-        self._probe_if_due(losses)
 
-    def _probe_if_due(self, losses: Tensor) -> None:
+    def probe_if_due(self, losses: Tensor) -> None:
         """Probe at the 1st, 2nd, 4th, 8th, ... use of a shape of the batch.
 
         Batches of other sizes have the same shape, unless the size is that of something else.
@@ -420,8 +425,8 @@ class Engine:
     def probe(self, losses: Tensor) -> None:
         """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
 
-        Takes two backward passes, and leaves the graph of ``losses`` as it was. ``clipped_sum``
-        and ``check_losses`` call it where it is due.
+        Takes two backward passes, and leaves the graph of ``losses`` and all gradients as they
+        were. ``probe_if_due`` calls it, and ``clipped_sum`` where nobody did before.
         """
         dtypes = {param.dtype for param in self.parameters}
         if torch.is_autocast_enabled(losses.device.type):
@@ -432,8 +437,15 @@ class Engine:
             self._run_backward(losses, weights, sketch.arrive, keep=True)
             sketch.finish()
 
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            self._sizes |= probe(run, losses, lowest)
+        stash = [(leaf, leaf.grad) for leaf in leaves(losses)]
+        for leaf, _ in stash:
+            leaf.grad = None
+        try:
+            with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+                self._sizes |= probe(run, losses, lowest)
+        finally:
+            for leaf, grad in stash:
+                leaf.grad = grad
 
     def _backward(self, norms: _Norms, losses: Tensor) -> None:
         """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""

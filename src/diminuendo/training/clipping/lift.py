@@ -146,7 +146,7 @@ def lift(watch: Watch, target: Tensor, shape: torch.Size, rows: Rows) -> Tensor:
         piece = _looked_up(path, made.maker[1], target, rows.moved(own), shape)
     if piece is None:
         piece = LiftPiece(path, target, made, shape, rows)
-    out = watch.tape.watch_op(piece, target.detach().requires_grad_().expand(shape), True)
+    out = watch.tape.watch_leaf(piece, target.detach().requires_grad_().expand(shape))
     setattr(out, TAG, rows)
     return out
 
@@ -155,8 +155,8 @@ def _looked_up(
     path: str, call: Sequence[Any], target: Tensor, rows: Rows, shape: torch.Size
 ) -> RowsPiece | None:
     """A lookup of constant indices that turn out to be one row for each example."""
-    indices, weight, padding, *_ = (*call[:-1], None, None, None)
-    padding = call[-1].get("padding_idx", padding)
+    given: list[Any] = [*call[:-1], None, None, None]
+    indices, weight, padding = given[0], given[1], call[-1].get("padding_idx", given[2])
     if (
         shape == target.shape
         and isinstance(weight, nn.Parameter)
@@ -181,10 +181,10 @@ def returned(pieces: Sequence[MetPiece], examples: int) -> MetPiece | None:
     for piece in pieces:
         if not piece.returning:
             continue
-        for target, value in piece.returning:
+        for target, gradients in piece.returning:
             key = id(target)
             targets[key] = target
-            totals[key] = totals[key] + value if key in totals else value
+            totals[key] = totals[key] + gradients if key in totals else gradients
         params.update({id(param): param for param in piece.params})
         piece.returning = []
         piece.params = tuple(param for param in piece.params if id(param) in piece.values)

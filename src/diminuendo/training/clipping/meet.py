@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import RowsPiece, lift, padding_of
-from diminuendo.training.clipping.marks import Made, Operation, tensors
+from diminuendo.training.clipping.marks import Made, Operation
 from diminuendo.training.clipping.product import product
 from diminuendo.training.clipping.replay import replayed
 from diminuendo.training.clipping.rows import TAG, Rows, indexed
@@ -57,7 +57,7 @@ def meet(
         rule = _RULES.get(name)
         if rule is not None:
             result = rule(watch, func, args, kwargs)
-            if result is not None:
+            if result is not NotImplemented:
                 return result
         return replayed(watch, func, op, args, kwargs, source, rows)
 
@@ -71,27 +71,26 @@ def _elementwise(
     source: Tensor,
     rows: Rows,
 ) -> Any:
-    operands = list(tensors((args, kwargs), 2))
-    if op.inplace:
-        shape = args[0].shape
-    else:
-        shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    operands = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
+    shape = args[0].shape if op.inplace else _broadcast(*operands)
     aligned = rows.moved(rows.dim + len(shape) - source.dim())
     lifted = {
         id(part): lift(watch, part, shape, aligned) for part in operands if watch.made_of(part)
     }
-    return func(*_replaced(args, lifted), **_replaced(kwargs, lifted))
+    fixed = [lifted.get(id(part), part) for part in args]
+    return func(*fixed, **{key: lifted.get(id(part), part) for key, part in kwargs.items()})
 
 
-def _replaced(value: Any, by: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return by.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: _replaced(part, by) for key, part in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        parts = [_replaced(part, by) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value
+def _broadcast(*operands: Tensor) -> torch.Size:
+    """The shape that the operands have together."""
+    shapes = [operand.shape for operand in operands]
+    longest = max(shapes, key=len)
+    sizes = list(longest)
+    for shape in shapes:
+        for place in range(1, len(shape) + 1):
+            if sizes[-place] == 1:
+                sizes[-place] = shape[-place]
+    return torch.Size(sizes)
 
 
 def _written(
@@ -118,8 +117,8 @@ def _filled(
     x, mask, value = (*args, *kwargs.values())
     rows = watch.rows_of(x)
     if rows is None or func.__name__.endswith("_"):
-        return None
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
+        return NotImplemented
+    shape = _broadcast(x, mask)
     aligned = rows.moved(rows.dim + len(shape) - x.dim())
     return torch.where(mask, lift(watch, value, shape, aligned), x)
 
@@ -131,11 +130,11 @@ def _joined(
     parts = args[0] if args else kwargs["tensors"]
     found = next(((part, rows) for part in parts if (rows := watch.settle(part)) is not None), None)
     if found is None or found[1].dim < 0:
-        return None
+        return NotImplemented
     whole, rows = found
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if func.__name__ != "stack" and dim % whole.dim() == rows.dim:
-        return None
+        return NotImplemented
     fixed = [lift(watch, part, part.shape, rows) if watch.made_of(part) else part for part in parts]
     return func(fixed, *args[1:], **{key: v for key, v in kwargs.items() if key != "tensors"})
 
@@ -167,10 +166,10 @@ def _addmm(
 ) -> Any:
     del func
     if set(kwargs) & {"alpha", "beta", "out"} or len(args) != 3:
-        return None
+        return NotImplemented
     bias, x, weight = args
     if isinstance(watch.made_of(bias), Made) and bias.dim() != 1:
-        return None
+        return NotImplemented
 
     def whole(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight)
@@ -188,7 +187,7 @@ def _embedding(
     )
     rows = watch.settle(indices)
     if rows is None or not rows.fits(indices) or not isinstance(weight, nn.Parameter):
-        return None
+        return NotImplemented
     if most is not None or by_count:
         raise EngineError(
             "an embedding with max_norm or scale_grad_by_freq depends on the whole batch; use "
@@ -243,7 +242,7 @@ def _layer_norm(
         ("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs
     )
     if watch.rows_of(x) is None:
-        return None
+        return NotImplemented
     if func.__name__ == "rms_norm":
         eps, bias = bias if bias is not None else eps, None
         plain = F.rms_norm(x, shape, None, eps)
@@ -260,7 +259,7 @@ def _group_norm(
         ("input", "num_groups", "weight", "bias", "eps"), args, kwargs
     )
     if watch.rows_of(x) is None:
-        return None
+        return NotImplemented
     plain = F.group_norm(x, groups, None, None, 1e-5 if eps is None else eps)
     return _scaled(watch, plain, x, weight, bias, (-1, *[1] * (x.dim() - 2)))
 
@@ -280,7 +279,7 @@ def _batch_norm(
     )
     x, mean, var, weight, bias, training, momentum, eps = _named(names, args, kwargs)
     if watch.rows_of(x) is None or func.__name__ != "batch_norm":
-        return None
+        return NotImplemented
     plain = F.batch_norm(
         x, mean, var, None, None, bool(training), momentum or 0.1, 1e-5 if eps is None else eps
     )

@@ -13,7 +13,7 @@ some data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +26,20 @@ from diminuendo.training.clipping.tape import Piece
 _LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # Weights are 2^-e to 2^e; half precision has little room.
 _EXPONENT = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 6, torch.float16: 3}
+
+
+def leaves(losses: Tensor) -> Iterator[Tensor]:
+    """The tensors at which the backward pass of ``losses`` ends, each once."""
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [source for source, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def weights(losses: Tensor, lowest: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ is computed from parameters, and inputs whose examples are not simply the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -116,12 +116,13 @@ def product(
     weight: Tensor,
     bias: Tensor | None,
     flipped: bool,
-) -> Tensor | None:
+) -> Any:
+    """The product, watched; NotImplemented where it is not one of a batch with a matrix."""
     rows = watch.settle(x)
     if rows is None or not rows.fits(x) or rows.dim >= x.dim() - 1 or weight.dim() != 2:
-        return None
+        return NotImplemented
     if watch.rows_of(weight) is not None or (bias is not None and watch.rows_of(bias) is not None):
-        return None
+        return NotImplemented
     made = [watch.made_of(weight), None if bias is None else watch.made_of(bias)]
     known = next(mark for mark in made if mark is not None)
     base, turned = _untransposed(weight)

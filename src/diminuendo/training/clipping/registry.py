@@ -98,14 +98,14 @@ def check_mixing(module: nn.Module, path: str) -> None:
         )
     if isinstance(module, _BatchNorm):
         trainable = any(param.requires_grad for param in module.parameters())
-        if trainable or module.training:
+        if trainable or module.training or module.running_mean is None:
             raise UnsupportedModule(
                 path,
                 type(module).__name__,
                 "never",
                 "its statistics mix the examples of a batch, so there is no gradient of one "
                 f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
-                "freeze its parameters and put it in eval mode",
+                "freeze its parameters, keep its running statistics and put it in eval mode",
             )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise UnsupportedModule(
@@ -183,7 +183,11 @@ def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] 
         _check_embedding(module, path)
         if _plain(module, nn.Embedding):
             return embedding.forward_of(module, tape, path)
-    if _plain(module, nn.MultiheadAttention) and attention.handled(module):
+    if (
+        isinstance(module, nn.MultiheadAttention)
+        and _plain(module, nn.MultiheadAttention)
+        and attention.handled(module)
+    ):
         forward = attention.forward_of(module, tape, path)
         return (
             forward

@@ -111,7 +111,8 @@ class OperationPiece(MetPiece):
                 outs = self._call(made, rows)
                 return tuple(outs[k].movedim(self.outs[k][1].dim, 0) for k in wanted)
 
-            outs, back = torch.func.vjp(forward, *made)
+            pulled: Any = torch.func.vjp(forward, *made)
+            outs, back = pulled
             return back(tuple(w.to(o.dtype) for w, o in zip(weights, outs, strict=True))), list(
                 outs
             )
@@ -210,7 +211,7 @@ def replayed(
     result = func(*args, **kwargs)
     parts, form = pytree.tree_flatten(result)
     several = sum(isinstance(out, Tensor) and out.is_floating_point() for out in parts) > 1
-    watched = []
+    watched: list[Tensor] = []
     for k, out in enumerate(parts):
         if isinstance(out, Tensor) and out.is_floating_point():
             place = (

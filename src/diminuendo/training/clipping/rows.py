@@ -157,17 +157,32 @@ def _reshaped(
         passed *= extent
         if passed > before:
             break
-    if rows.owner is not None and size and before == 1:
-        # An index that only names blocks in order may be split where its blocks are.
-        plain = settled(rows, source)
-        if plain.owner is None:
-            return _reshaped((), {}, source, plain, out, 0)
-        if out.dim() and out.shape[0] and size % out.shape[0] == 0:
-            steps = size // out.shape[0]
-            parts = rows.owner.reshape(out.shape[0], steps)
-            if bool((parts == parts[:, :1]).all()):
-                return Rows(rows.examples, 0, parts[:, 0])
+    return _split_up(source, rows, out) if rows.owner is not None else Rows(rows.examples, -1)
+
+
+def _split_up(source: Tensor, rows: Rows, out: Tensor) -> Rows:
+    """A dimension with an index of its examples becomes several, of which one may hold them."""
+    assert rows.owner is not None
+    before, size = source.shape[: rows.dim].numel(), source.shape[rows.dim]
+    first = next((d for d in range(out.dim()) if out.shape[:d].numel() == before), None)
+    for last in range((first or 0) + 1, out.dim() + 1):
+        if first is not None and out.shape[first:last].numel() == size:
+            return _varying(rows.examples, rows.owner.reshape(out.shape[first:last]), first)
+    plain = settled(rows, source)  # blocks in order may be taken apart within
+    if plain.owner is None:
+        return _reshaped((), {}, source, plain, out, 0)
+    if before == 1 and out.dim() and out.shape[0] and size % out.shape[0] == 0:
+        return _varying(rows.examples, rows.owner.reshape(out.shape[0], -1), 0, most=1)
     return Rows(rows.examples, -1)
+
+
+def _varying(examples: int, owners: Tensor, start: int, most: int | None = None) -> Rows:
+    """The one dimension of ``owners`` along which examples change; ``start`` is the first's."""
+    for dim in range(owners.dim() if most is None else most):
+        line = owners.movedim(dim, 0).flatten(1)
+        if bool((line == line[:, :1]).all()):
+            return Rows(examples, start + dim, line[:, 0])
+    return Rows(examples, -1)
 
 
 def _dims(args: Sequence[Any], start: int) -> list[int]:
@@ -327,7 +342,17 @@ def _interleaved(
     if rows.owner is None and isinstance(times, int):
         return rows
     owners = rows.owners(source.shape[dim]).to(out.device)
-    return Rows(rows.examples, dim, owners.repeat_interleave(times))
+    if not isinstance(times, (int, Tensor)):
+        return Rows(rows.examples, -1)
+    return Rows(rows.examples, dim, owners.repeat_interleave(torch.as_tensor(times)))
+
+
+def ordered(rows: Rows, source: Tensor, indices: Tensor) -> Rows:
+    """After a sort along the dimension of the examples, by the ``indices`` it returned."""
+    if source.dim() != 1 or rows.dim != 0:
+        return Rows(rows.examples, -1)
+    owners = rows.owners(source.shape[0]).to(indices.device)
+    return Rows(rows.examples, 0, owners[indices])
 
 
 def _equation(
@@ -372,11 +397,7 @@ def indexed(source: Tensor, rows: Rows, index: Any, out_dims: int) -> Rows:
     owners = rows.owners(shape[rows.dim]).to(device).view(lines).expand(shape)[tuple(items)]
     if owners.dim() == 1:
         return Rows(rows.examples, 0, owners)
-    for dim in range(owners.dim()):
-        line = owners.movedim(dim, 0).flatten(1)
-        if bool((line == line[:, :1]).all()):
-            return Rows(rows.examples, dim, line[:, 0])
-    return Rows(rows.examples, -1)
+    return _varying(rows.examples, owners, 0)
 
 
 def _sliced(source: Tensor, rows: Rows, items: list[Any]) -> Rows:

@@ -263,6 +263,13 @@ class Tape:
         self._hang(piece, source, self._hook(piece, 0, source.output_nr, rooted))
         return out
 
+    def watch_leaf(self, piece: Piece, out: Tensor) -> Tensor:
+        """Let ``piece`` wait for the gradient of ``out``, which goes no further."""
+        piece.arrived = [None]
+        piece.announce(self.pending)
+        self._hang(piece, out, self._hook(piece, 0, out.output_nr, True))
+        return out
+
     def _hang(self, piece: Piece, out: Tensor, hook: Callable[..., Any]) -> None:
         node = out.grad_fn
         if node is None:

@@ -29,7 +29,16 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import RULES, TAG, Copies, Rows, default, guess, settled
+from diminuendo.training.clipping.rows import (
+    RULES,
+    TAG,
+    Copies,
+    Rows,
+    default,
+    guess,
+    ordered,
+    settled,
+)
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.tape import Tape
@@ -39,7 +48,7 @@ class Watch(TorchFunctionMode):
     """The mode under which a model with an engine runs."""
 
     def __init__(self, tape: Tape, made: dict[int, Made]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape, self.made = tape, made
         self.examples = 0
         self.busy = False
@@ -56,20 +65,16 @@ class Watch(TorchFunctionMode):
     def rows_of(self, leaf: Tensor) -> Rows | None:
         """Where the tensor holds examples, if it does."""
         tag = getattr(leaf, TAG, None)
-        if isinstance(tag, Rows):
-            return tag
-        if tag is None and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+        if tag is None and leaf.requires_grad and id(leaf) not in self.made:
             return guess(leaf, self.examples) if self.examples else None
-        return None
+        return tag if isinstance(tag, Rows) else None
 
     def made_of(self, leaf: Tensor) -> Made | None:
         """What parameters the tensor is made of, if it is."""
         tag = getattr(leaf, TAG, None)
-        if isinstance(tag, Made):
-            return tag
-        if tag is None and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+        if tag is None and leaf.requires_grad:
             return self.made.get(id(leaf))
-        return None
+        return tag if isinstance(tag, Made) else None
 
     def has_rows(self, leaf: Tensor, dim: int) -> bool:
         """Whether index i along ``dim`` is example i."""
@@ -98,27 +103,23 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        kwargs = kwargs or {}
         op = KNOWN.get(func) or operation(func)
         if op.ignored or not self.examples:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         source: Tensor | None = None
         rows: Rows | None = None
         made: list[Made] = []
-        for leaf in tensors((args, kwargs), 4):
+        for leaf in _leaves(args, kwargs):
             tag = getattr(leaf, TAG, None)
             if tag is None:
-                if isinstance(leaf, nn.Parameter):
-                    tag = self.made.get(id(leaf)) if leaf.requires_grad else None
-                elif leaf.requires_grad:
-                    tag = guess(leaf, self.examples)
-                if tag is None:
+                if not leaf.requires_grad:
                     continue
-            if isinstance(tag, Rows):
-                if rows is None or _better(leaf, tag, source, rows):
-                    source, rows = leaf, tag
-            else:
+                tag = self.made.get(id(leaf)) or guess(leaf, self.examples)
+            if isinstance(tag, Made):
                 made.append(tag)
+            elif rows is None or _better(leaf, tag, source, rows):
+                source, rows = leaf, tag
+        kwargs = kwargs or {}
         if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
             source = rows = None
         if made and torch.is_grad_enabled():
@@ -147,7 +148,18 @@ class Watch(TorchFunctionMode):
         """Say where the results of an operation on a tensor of the batch hold its examples."""
         if op.name in FACTORIES:
             return
+        if op.rule is None and not op.inplace and isinstance(result, Tensor):
+            dim = rows.dim
+            if 0 <= dim < result.dim() == source.dim() and (
+                result.shape[dim] == source.shape[dim] and type(rows) is Rows
+            ):
+                setattr(result, TAG, rows)
+                return
         outs = [result] if isinstance(result, Tensor) else list(tensors(result, 2))
+        if op.name in ("sort", "topk") and dimension(args, kwargs, op.name, source) == rows.dim:
+            for out in outs:
+                setattr(out, TAG, ordered(rows, source, outs[-1]))
+            return
         for nr, out in enumerate(outs):
             if out is source:
                 continue
@@ -214,6 +226,24 @@ class Watch(TorchFunctionMode):
         return result
 
 
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """The tensors among the arguments, found as fast as may be."""
+    leaves = []
+    for part in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(part, Tensor):
+            leaves.append(part)
+        elif isinstance(part, (list, tuple, dict)):
+            leaves += tensors(part, 4)
+    return leaves
+
+
+def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tensor) -> int:
+    """The dimension along which ``sort`` or ``topk`` goes."""
+    numbers = [part for part in args[1 if name == "sort" else 2 :] if type(part) is int]
+    dim: int = kwargs.get("dim", numbers[0] if numbers else -1)
+    return dim % max(1, like.dim())
+
+
 def _better(leaf: Tensor, rows: Rows, source: Tensor | None, best: Rows) -> bool:
     """Whether to follow the examples of this argument rather than those of an earlier one."""
     if best.dim < 0 <= rows.dim or (type(best) is Copies and type(rows) is not Copies):
@@ -233,6 +263,7 @@ class Root:
     def __init__(self, tape: Tape, watch: Watch, always: bool) -> None:
         self.tape, self.watch, self.always = tape, watch, always
         self.shape: Hashable = None
+        self.before: Callable[[Any, dict[str, Any]], None] | None = None
         self._plain: set[Hashable] = set()
 
     def around(self, model: nn.Module) -> Callable[..., Any]:
@@ -262,6 +293,8 @@ class Root:
     def _watched(
         self, call: Callable[..., Any], model: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        if self.before is not None:
+            self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
         examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
         self.shape = tuple(
@@ -305,30 +338,35 @@ def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callab
     recurrent = isinstance(module, nn.RNNBase)
     axis = int(not getattr(module, "batch_first", True))
 
+    def known(watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        inputs = _leaves(args, kwargs)
+        if not inputs or not torch.is_grad_enabled():
+            return False
+        first = inputs[:3] if several else inputs[:1]
+        if not all(watch.has_rows(leaf, axis) for leaf in first):
+            return False
+        return len(inputs) == 1 or not any(watch.made_of(leaf) for leaf in inputs)
+
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         watch = tape.watcher
         packed = recurrent and args and not isinstance(args[0], Tensor)
         if watch is None or self is not module or packed:
             return forward(self, *args, **kwargs)
-        inputs = list(tensors((args, kwargs)))
-        first = inputs[: 3 if several else 1]
-        if (
-            not torch.is_grad_enabled()
-            or not first
-            or any(watch.made_of(leaf) is not None for leaf in inputs)
-            or not all(watch.has_rows(leaf, axis) for leaf in first)
-        ):
-            watch.busy = True
-            return original(self, *args, **kwargs)
-        tape.watcher = None
-        try:
-            with torch._C.DisableTorchFunction():
-                result = forward(self, *args, **kwargs)
-        finally:
-            tape.watcher = watch
-        for nr, out in enumerate(tensors(result, 2)):
-            dim = int(recurrent) if nr else axis
-            setattr(out, TAG, Rows(watch.examples, dim))
-        return result
+        with torch._C.DisableTorchFunction():
+            if known(watch, args, kwargs):
+                tape.watcher = None
+                try:
+                    result = forward(self, *args, **kwargs)
+                finally:
+                    tape.watcher = watch
+                rows = Rows(watch.examples, axis)
+                if isinstance(result, Tensor):
+                    setattr(result, TAG, rows)
+                    return result
+                for nr, out in enumerate(tensors(result, 2)):
+                    setattr(out, TAG, Rows(watch.examples, int(recurrent)) if nr else rows)
+                return result
+        watch.busy = True
+        return original(self, *args, **kwargs)
 
     return call
