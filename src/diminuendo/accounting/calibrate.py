@@ -194,7 +194,7 @@ def _falling_root(
         at_x = function(x)
         if -_TOLERANCE <= at_x <= 0:
             return x
-        low, high = (x, high) if at_x > 0 else (low, x)
+        low, high = (low, x) if at_x <= 0 else (x, high)
         if high < math.inf and high - low <= 1e-15 * max(1.0, abs(high)):
             return high
         if x == (highest if at_x > 0 else lowest):
