@@ -143,8 +143,11 @@ def add_remove_target(budget: Budget) -> Budget:
 
 
 def _excess(sigmas: Vector, budget: Budget, rates: Vector) -> float:
-    """ln(ε/target); −1 stands for an ε of zero."""
-    spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    """ln(ε/target); −1 stands for an ε of zero, 10 for noise too low to certify any."""
+    try:
+        spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    except InputError:
+        return 10.0
     return math.log(spent / budget.epsilon) if spent > 0 else -1.0
 
 
