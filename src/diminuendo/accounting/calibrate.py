@@ -143,8 +143,11 @@ def add_remove_target(budget: Budget) -> Budget:
 
 
 def _excess(sigmas: Vector, budget: Budget, rates: Vector) -> float:
-    """ln(ε/target); −1 stands for an ε of zero."""
-    spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    """ln(ε/target); −1 stands for an ε of zero, 10 for noise too low to certify any."""
+    try:
+        spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    except InputError:
+        return 10.0
     return math.log(spent / budget.epsilon) if spent > 0 else -1.0
 
 
@@ -194,7 +197,7 @@ def _falling_root(
         at_x = function(x)
         if -_TOLERANCE <= at_x <= 0:
             return x
-        low, high = (x, high) if at_x > 0 else (low, x)
+        low, high = (low, x) if at_x <= 0 else (x, high)
         if high < math.inf and high - low <= 1e-15 * max(1.0, abs(high)):
             return high
         if x == (highest if at_x > 0 else lowest):

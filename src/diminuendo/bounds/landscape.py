@@ -63,17 +63,21 @@ class GradientDescent:
 
     @property
     def rate(self) -> float:
+        """The convergence rate at this step size, in [0, 1)."""
         return contraction(self.gamma, self.step_size)
 
     def influence(self, steps: int) -> Vector:
+        """q_1…q_T of the theorem."""
         return influence.gradient_descent(gamma=self.gamma, steps=steps, step_size=self.step_size)
 
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """rate^T."""
         return self.rate**steps
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """T* of the dynamic and of the uniform schedule, exactly."""
         alpha *= self.step_size**2
         return (
             best.best_steps_dynamic(gamma=self.rate, alpha=alpha).steps,
@@ -92,15 +96,19 @@ class Momentum:
     description: str
 
     def influence(self, steps: int) -> Vector:
+        """q_1…q_T at the rate that was stated."""
         return influence.momentum(gamma=self.rate, beta=self.beta, steps=steps)
 
     def bound_influence(self, steps: int) -> Vector:
+        """b_1…b_T at the theorem's own step."""
         return influence.momentum(gamma=self.gamma, beta=self.beta, steps=steps)
 
     def bias(self, steps: int) -> float:
+        """γ^T at the theorem's own step."""
         return self.gamma**steps
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """T* of the dynamic and of the uniform schedule, exactly."""
         return (
             best.best_steps_momentum_dynamic(
                 gamma=self.gamma, beta=self.beta, alpha=alpha, eta0=self.factor
@@ -128,6 +136,7 @@ class Quadratic:
         return float(np.max(np.abs(1 - self.step_size * scaled)))
 
     def influence(self, steps: int) -> Vector:
+        """q_1…q_T of the spectrum."""
         return influence.spectrum(
             self.eigenvalues, steps=steps, step_size=self.step_size, weights=self.weights
         )
@@ -135,6 +144,7 @@ class Quadratic:
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """What is left along the slowest direction."""
         return self._slowest ** (2 * steps)
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
@@ -160,6 +170,7 @@ class Curve:
     factor = 1.0
 
     def influence(self, steps: int) -> Vector:
+        """The curve itself, which has to be for this many steps."""
         _validate.same_length(
             "influence",
             self.values,
@@ -172,12 +183,14 @@ class Curve:
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """What the mean growth of the curve says about convergence."""
         if steps == 1:
             return 1.0
         growth = np.polyfit(np.arange(steps), np.log(self.values), 1)[0]
         return math.exp(-max(float(growth), 0.0) * steps)
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """The number of steps that the curve was measured for, twice."""
         del alpha  # the curve was measured for one number of steps
         return self.values.size, self.values.size
 
