@@ -28,11 +28,12 @@ from diminuendo.report import run as run_report
 if TYPE_CHECKING:
     from diminuendo.ledger import LedgerSpending
     from diminuendo.training import Checkpoints, Result
+    from diminuendo.training.groups import Groups
 
 _NUMBER = (int, float)
 _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "model": {"factory": str, "arguments": dict},
-    "data": {"path": str, "factory": str, "arguments": dict},
+    "data": {"path": str, "factory": str, "arguments": dict, "groups": str},
     "budget": {"epsilon": _NUMBER, "delta": _NUMBER, "relation": str, "conversion": str},
     "plan": {
         "path": str,
@@ -132,7 +133,8 @@ def train(
         _seed_initialisation(training.get("seed"))
         model = _model(settings["model"])
         data = _data(settings["data"], here, model)
-        plan = _plan(settings, here, model, data)
+        groups = _groups(settings["data"], here)
+        plan = _plan(settings, here, model, data, groups)
         loss = _made(
             training.get("loss", "torch.nn:CrossEntropyLoss"),
             "training.loss",
@@ -147,6 +149,7 @@ def train(
                 data,
                 plan,
                 loss=loss,
+                groups=groups,
                 optimizer=optimizer,
                 lr=training.get("lr"),
                 lr_scheduler=lr_scheduler,
@@ -324,7 +327,24 @@ def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
         ) from None
 
 
-def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> Plan:
+def _groups(section: Mapping[str, Any], folder: Path) -> Groups | None:
+    """Whose each row is, from the named array beside x and y."""
+    if "groups" not in section:
+        return None
+    if "path" not in section:
+        raise InputError("given with data.path", name="data.groups", value=section["groups"])
+    import numpy as np
+
+    from diminuendo.training.groups import Groups
+
+    with np.load(folder / section["path"], allow_pickle=False) as arrays:
+        _validate.choice("data.groups", section["groups"], sorted(arrays))
+        return Groups(arrays[section["groups"]])
+
+
+def _plan(
+    settings: Mapping[str, Any], folder: Path, model: Any, data: Any, groups: Groups | None
+) -> Plan:
     section = dict(settings.get("plan", {}))
     if "path" in section:
         if len(section) > 1 or "budget" in settings:
@@ -340,6 +360,8 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
+        if groups is not None:
+            examples = len(groups)
         return make_plan(
             Budget(**settings["budget"]),
             **{"examples": examples, "parameters": parameters, **section},

@@ -238,6 +238,18 @@ def check_policy(policy: Any, spending: Spending | None) -> None:
         )
 
 
+def check_unit(spending: Spending, grouped: bool) -> None:
+    """A budget for patients is not spent by rows, of which a patient may have many."""
+    if spending.unit != "example" and not grouped:
+        raise InputError(
+            f"given, since the budget protects each {spending.unit}",
+            name="groups",
+            value=None,
+            remedy=f"Pass a column that says which {spending.unit} each row belongs to, to fit or "
+            f"to private.batches, and plan with examples = the number of {spending.unit}s.",
+        )
+
+
 def check_seed(seed: Any, spending: Spending | None) -> None:
     """A seeded run is not private, and a ledger's budget is for runs that are."""
     if seed is not None and spending is not None and spending.durable:

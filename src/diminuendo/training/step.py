@@ -29,6 +29,7 @@ from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
+from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.sampling import Part, Sampler, Source, precision_of
@@ -157,13 +158,20 @@ class PrivateGradients:
         self,
         dataset: Any,
         *,
+        groups: Any = None,
         workers: int = 0,
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step."""
+        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step.
+
+        groups  whose each row is, where several are one person's: a column with an entry for each
+                row. Persons are drawn, and one row of each; the plan's examples are persons
+        """
         source = Source(dataset, precision_of(self.model))
-        self.sampler.check(source)
+        persons = Groups.of(groups)
+        guard.check_unit(self.spending, persons is not None)
+        self.sampler.check(source, persons)
         self.begin()
         self._abandon()
         self.guard.verify()
@@ -171,6 +179,7 @@ class PrivateGradients:
             source,
             self.step,
             None if self._unbounded else self.plan.steps,
+            groups=persons,
             workers=workers,
             pin_memory=pin_memory,
             collate=collate,
@@ -301,6 +310,7 @@ class PrivateGradients:
 
     def _own_batch(self, losses: Tensor) -> Part:
         """A full batch that `batches` did not draw."""
+        guard.check_unit(self.spending, grouped=False)
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
         return Part(self.step, first=True, last=True, size=len(losses))
