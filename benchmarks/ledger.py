@@ -17,17 +17,19 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine
 from torch import nn
 
 import diminuendo as dim
 from diminuendo import Budget, GaussianStep, Ledger, Plan
 from diminuendo.ledger import LedgerSpending, schema, verify
 from diminuendo.ledger.records import Record, canonical, pack
+from diminuendo.ledger.rows import after
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import PrivateGradients
 
@@ -127,50 +129,60 @@ def fill(ledger: Ledger, run: str, steps: int) -> None:
     status = ledger.status("b")
     events = [GaussianStep(noise_multiplier=1e7 + i, count=5) for i in range(BLOCK // 5)]
     cost, head = sum(status.terms.costs(events)), ledger.head
-    seq, digest, granted = head.seq, head.digest, ledger.run(run).granted
+    seq, digest, state = head.seq, head.digest, ledger.run(run)
     rows: list[dict[str, Any]] = []
     engine = create_engine(ledger.url)
     with engine.begin() as connection:
         for _ in range(steps // BLOCK):
+            token, first = uuid.uuid4().hex, state.granted
+            status = replace(status, spent_units=status.spent_units + cost)
+            state = replace(
+                state,
+                granted=first + BLOCK,
+                started=first + BLOCK,
+                confirmed=first,
+                spent_units=state.spent_units + cost,
+                nonce=token,
+            )
             body = {
                 "events": pack(events),
-                "first": granted,
+                "first": first,
                 "steps": BLOCK,
                 "cost": str(cost),
                 "started": True,
-                "confirmed": granted,
+                "confirmed": first,
+                "after": after(status, state),
             }
-            seq, granted = seq + 1, granted + BLOCK
+            seq += 1
             record = Record.link(
                 seq=seq,
                 at="2026-01-01T00:00:00+00:00",
                 kind="grant",
                 budget="b",
                 run=run,
-                token=uuid.uuid4().hex,
+                token=token,
                 body=body,
                 previous=digest,
             )
             digest = record.digest
-            rows.append({**record.to_dict(), "body": canonical(body)})
+            rows.append({**record.to_dict(), "body": canonical(body), "signature": ""})
             if len(rows) == 5000:
                 connection.execute(schema.records.insert(), rows)
                 rows.clear()
         if rows:
             connection.execute(schema.records.insert(), rows)
-        spent = status.spent_units + steps // BLOCK * cost
         connection.execute(schema.head.update().values(seq=seq, digest=digest))
         connection.execute(schema.budgets.update().where(schema.budgets.c.name == "b").values(
-            spent=str(spent)))  # fmt: skip
-        before = connection.execute(select(schema.runs).where(schema.runs.c.id == run)).one()
+            spent=str(status.spent_units)))  # fmt: skip
         connection.execute(
             schema.runs.update()
             .where(schema.runs.c.id == run)
             .values(
-                granted=granted,
-                started=granted,
-                confirmed=granted - BLOCK,
-                spent=str(int(before.spent) + steps // BLOCK * cost),
+                granted=state.granted,
+                started=state.started,
+                confirmed=state.confirmed,
+                spent=str(state.spent_units),
+                nonce=state.nonce,
             )
         )
     engine.dispose()

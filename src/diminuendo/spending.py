@@ -73,15 +73,18 @@ class Spending(ABC):
         state: Mapping[str, Any] | None = None,
         *,
         seen: int | None = None,
+        receipt: Mapping[str, Any] | None = None,
         events: Iterable[GaussianStep] = (),
     ) -> int:
         """Begin, or go on from a saved `state()`; returns how many steps are spent.
 
         seen    steps before this one may have been released, as a journal says; None where there
                 is no journal
+        receipt  what the journal kept of `receipt()`, by which a ledger believes it or not
         events  what the steps after the saved state are. Those that may have been released are
                 charged and must not be taken again: the next step is the one after them
         """
+        del receipt
         if state is not None:
             self._restore(state)
         self._charge_lost(events, self.steps if seen is None else seen)
@@ -103,6 +106,14 @@ class Spending(ABC):
     def state(self) -> dict[str, Any]:
         """What `resume` needs later, as JSON."""
         return {"granted": [events.to_dict(event) for event in self.granted]}
+
+    def receipt(self, upto: int | None = None) -> dict[str, Any]:
+        """What a journal that says "steps before `upto` may be released" keeps beside it, as JSON.
+
+        None says that nothing more may be released than what was requested.
+        """
+        del upto
+        return {}
 
     def cite(self) -> dict[str, Any]:
         """Where the spending is on record, so that a claim can be checked later; else empty."""

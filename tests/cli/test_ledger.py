@@ -66,13 +66,13 @@ def test_tables_for_people(capsys: Capture) -> None:
         assert main(["ledger", *words]) == 0
     out = capsys.readouterr().out
     assert "██████████░░░░░░░░░░ 51.3% left" in out
-    assert "holds together: 4 records, 1 budgets, 1 runs, 100 steps" in out
+    assert "is consistent: 4 records, 1 budgets, 1 runs, 100 steps" in out
     assert "head: sha256:" in out
 
 
 def test_a_mistyped_path_does_not_become_a_ledger(tmp_path: Path, capsys: Capture) -> None:
     for words in (["list"], ["show", "p"], ["verify"], ["charge", "p", "--sigma", "9"]):
-        assert "to be there" in ask(capsys, *words, "--ledger", "typo.sqlite", code=2)
+        assert "an existing file" in ask(capsys, *words, "--ledger", "typo.sqlite", code=2)
     assert not (tmp_path / "typo.sqlite").exists()
 
 
@@ -82,10 +82,10 @@ def test_refusals_and_bad_input(capsys: Capture) -> None:
     assert "100.000% left" in words
     assert "would fit" in words
     assert "one of the ledger's (p)" in ask(capsys, "show", "q", code=2)
-    assert "its own terms" in ask(
+    assert "the terms it has" in ask(
         capsys, "create", "p", "--epsilon", "5", "--delta", "1e-8", code=2
     )
-    assert "a run of this ledger" in ask(capsys, "release", "abc", "--yes", code=2)
+    assert "a run of this ledger" in ask(capsys, "reclaim", "abc", "--yes", code=2)
     assert "above 0" in ask(capsys, "charge", "p", "--sigma", "-1", code=2)
     assert "finite" in ask(capsys, "charge", "p", "--sigma", "nan", code=2)
     assert "--format" in ask(capsys, "export", "-o", "x", "--format", "xml", code=2)
@@ -93,10 +93,10 @@ def test_refusals_and_bad_input(capsys: Capture) -> None:
     assert "readable" in ask(capsys, "import", "nothing.jsonl", code=2)
     assert "the ledger's URL" in ask(capsys, "list", "--ledger", "mysql://x:secret@y/z", code=2)
     run = ask(capsys, "charge", "p", "--sigma", "100")["run"]
-    assert "closed" in ask(capsys, "release", run, "--yes", code=2)
+    assert "closed" in ask(capsys, "reclaim", run, "--yes", code=2)
 
 
-def test_release_asks_first(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reclaim_asks_first(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from diminuendo import GaussianStep
 
     ask(capsys, "create", "p", "--epsilon", "4", "--delta", "1e-8")
@@ -104,14 +104,14 @@ def test_release_asks_first(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     run = ledger.open_run("p").id
     ledger.grant(run, [GaussianStep(noise_multiplier=20.0, count=10)], start=False)
     ledger.start(run, 4)
-    monkeypatch.setattr("diminuendo.ledger.process.born", lambda pid: "dead")
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "dead")
     monkeypatch.setattr("typer.confirm", _no)
-    assert main(["ledger", "release", run]) == 130
+    assert main(["ledger", "reclaim", run]) == 130
     assert "is dead" in capsys.readouterr().err
     assert ledger.run(run).status == "open"
-    facts = ask(capsys, "release", run, "--yes", "--by", "Ada")
+    facts = ask(capsys, "reclaim", run, "--yes", "--by", "Ada")
     assert facts["returned"] == pytest.approx(6 / 400 / 0.51344, rel=1e-4)
-    assert (facts["status"], facts["started"]) == ("released", 4)
+    assert (facts["status"], facts["started"]) == ("reclaimed", 4)
 
 
 def _no(*_: object, **__: object) -> None:
@@ -145,9 +145,9 @@ def test_a_question_is_not_part_of_the_answer(
 ) -> None:
     ask(capsys, "create", "b", "--epsilon", "4", "--delta", "1e-8")
     run = Ledger().open_run("b").id
-    monkeypatch.setattr(process, "alive", lambda _: False)
+    monkeypatch.setattr(process, "is_alive", lambda _: False)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert main(["ledger", "release", run, "--json"]) == 0
+    assert main(["ledger", "reclaim", run, "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["status"] == "released"
+    assert json.loads(captured.out)["status"] == "reclaimed"
     assert "This assumes" in captured.err

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
-from diminuendo import GaussianStep
+from diminuendo import GaussianStep, Ledger
 
 
 @contextmanager
@@ -45,6 +45,14 @@ def new_database(uri: str) -> str:
         connection.execute(text(f"CREATE DATABASE {name}"))
     engine.dispose()
     return url.set(database=name, drivername="postgresql").render_as_string(hide_password=False)
+
+
+def execute(ledger: Ledger, statement: str, /, **values: Any) -> None:
+    """Somebody who edits the database by hand."""
+    engine = create_engine(ledger.url)
+    with engine.begin() as connection:
+        connection.execute(text(statement), values)
+    engine.dispose()
 
 
 def step(sigma: float = 20.0, count: int = 1, rate: float = 1.0) -> GaussianStep:

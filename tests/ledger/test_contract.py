@@ -11,12 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledgers import step
-from sqlalchemy import create_engine, text
+from ledgers import execute, step
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError, SchemaError
+from diminuendo import (
+    Budget,
+    BudgetRefused,
+    InputError,
+    Ledger,
+    LedgerError,
+    SchemaError,
+    UsageError,
+)
 from diminuendo.ledger import (
     LedgerSpending,
     address,
@@ -29,14 +37,6 @@ from diminuendo.ledger import (
 from diminuendo.ledger.exchange import granted_events, to_dp_accounting
 
 DATA = "sha256:" + "ab" * 32
-
-
-def raw(ledger: Ledger, statement: str, **values: Any) -> None:
-    """Somebody who edits the database by hand."""
-    engine = create_engine(ledger.url)
-    with engine.begin() as connection:
-        connection.execute(text(statement), values)
-    engine.dispose()
 
 
 def test_a_new_ledger_is_empty_and_whole(ledger: Ledger) -> None:
@@ -52,11 +52,11 @@ def test_create_again_changes_nothing_and_other_terms_are_refused(
     head = ledger.head
     assert ledger.create("patients", budget, data=DATA, unit="patient") == first
     assert ledger.head == head
-    with pytest.raises(InputError, match="its own terms"):
+    with pytest.raises(InputError, match="the terms it has"):
         ledger.create("patients", Budget(epsilon=8, delta=1e-8), data=DATA, unit="patient")
     with pytest.raises(InputError, match="first budget for its data"):
         ledger.create("more", budget, data=DATA)
-    ledger.create("more", budget, data=DATA, beside=True)
+    ledger.create("more", budget, data=DATA, allow_second=True)
 
 
 def test_a_plan_fits_its_own_budget_once(ledger: Ledger, some_plan: dim.Plan) -> None:
@@ -103,15 +103,15 @@ def test_unused_steps_come_back_at_a_clean_end(ledger: Ledger, some_plan: dim.Pl
     assert [e.noise_multiplier for e in granted_events(ledger, "b")] == list(some_plan.sigmas[:13])
 
 
-def test_most_grants_what_there_is_room_for(ledger: Ledger, budget: Budget) -> None:
+def test_a_partial_grant_is_as_much_as_fits(ledger: Ledger, budget: Budget) -> None:
     ledger.create("b", budget)
     run = ledger.open_run("b")
     cost = ledger.status("b").terms.costs([step(10.0)])[0]
     room = ledger.status("b").terms.limit // cost
-    grant = ledger.grant(run.id, [step(10.0, count=3), step(10.0, count=10**6)], most=True)
+    grant = ledger.grant(run.id, [step(10.0, count=3), step(10.0, count=10**6)], partial=True)
     assert (grant.first, grant.steps) == (0, room)
     with pytest.raises(BudgetRefused):
-        ledger.grant(run.id, [step(10.0)], most=True)
+        ledger.grant(run.id, [step(10.0)], partial=True)
 
 
 def test_a_crashed_run_stays_spent_until_a_person_looks(
@@ -122,32 +122,32 @@ def test_a_crashed_run_stays_spent_until_a_person_looks(
     ledger.grant(run.id, some_plan.events, start=False)
     ledger.start(run.id, 10)
     ledger.start(run.id, 20, confirmed=10)
-    with pytest.raises(InputError, match="alive"):
-        ledger.release(run.id)
-    monkeypatch.setattr("diminuendo.ledger.process.born", lambda pid: "another process")
-    released = ledger.release(run.id, by="Ada")
+    with pytest.raises(UsageError, match="alive"):
+        ledger.reclaim(run.id)
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
+    reclaimed = ledger.reclaim(run.id, by="Ada")
     terms = ledger.status("b").terms
-    assert released.status == "released"
+    assert reclaimed.status == "reclaimed"
     assert ledger.status("b").spent_units == sum(terms.costs(list(some_plan.events)[:20]))
-    said = next(r for r in ledger.records(run=run.id) if r.kind == "release").body
+    said = next(r for r in ledger.records(run=run.id) if r.kind == "reclaim").body
     assert said["by"] == "Ada"
     assert "is dead" in said["assumed"]
-    with pytest.raises(InputError, match="released"):
-        ledger.release(run.id)
-    with pytest.raises(InputError, match="released"):
+    with pytest.raises(InputError, match="reclaimed"):
+        ledger.reclaim(run.id)
+    with pytest.raises(InputError, match="reclaimed"):
         ledger.start(run.id, 30)
     verify(ledger)
 
 
-def test_release_with_the_word_that_nothing_was_seen(
+def test_reclaim_when_nothing_was_seen(
     ledger: Ledger, some_plan: dim.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger.create("b", some_plan.budget)
     run = ledger.open_run("b")
     ledger.grant(run.id, some_plan.events[:10])
     ledger.grant(run.id, some_plan.events[10:20], confirmed=10)
-    monkeypatch.setattr("diminuendo.ledger.process.born", lambda pid: "another process")
-    ledger.release(run.id, unreleased=True)
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
+    ledger.reclaim(run.id, unreleased=True)
     terms = ledger.status("b").terms
     assert ledger.status("b").spent_units == sum(terms.costs(list(some_plan.events)[:10]))
     verify(ledger)
@@ -160,7 +160,7 @@ def test_release_with_the_word_that_nothing_was_seen(
         (lambda b: b.open_run("nobody"), "one of the ledger's"),
         (lambda b: b.run("ffff"), "a run of this ledger"),
         (lambda b: b.grant("ffff", [step()]), "a run of this ledger"),
-        (lambda b: b.release("ffff"), "a run of this ledger"),
+        (lambda b: b.reclaim("ffff"), "a run of this ledger"),
         (lambda b: b.open_run("b", data="sha256:" + "00" * 32), "the data of the budget"),
         (lambda b: b.create("", Budget(epsilon=1, delta=1e-5)), "printable"),
         (lambda b: b.create("x\n", Budget(epsilon=1, delta=1e-5)), "printable"),
@@ -207,7 +207,7 @@ def test_subsampled_steps_by_the_renyi_filter(ledger: Ledger) -> None:
     run = ledger.open_run("b")
     with pytest.raises(BudgetRefused, match="every σ × 1"):
         ledger.grant(run.id, plan.events)
-    fitting = ledger.fitting("b", plan)
+    fitting = ledger.scaled_to_fit("b", plan)
     assert fitting.epsilon < 2
     ledger.grant(run.id, fitting.events)
     status = ledger.status("b")
@@ -241,7 +241,7 @@ def test_asking_twice_with_one_token_is_asking_once(ledger: Ledger, budget: Budg
         ("UPDATE diminuendo_budgets SET spent = '0'", "budget 'b' does not agree"),
         ("UPDATE diminuendo_runs SET started = 0", "run .* does not agree"),
         ("DELETE FROM diminuendo_runs", "run .* does not agree"),
-        ("UPDATE diminuendo_head SET seq = 4", "cut off or added to"),
+        ("UPDATE diminuendo_head SET seq = 4", "cut off or added at the end"),
     ],
 )  # fmt: skip
 def test_verify_finds_what_was_changed_and_says_where(
@@ -253,10 +253,10 @@ def test_verify_finds_what_was_changed_and_says_where(
         ledger.grant(run.id, [step(20.0)])
     verify(ledger)
     if "7 - seq" in statement:
-        raw(ledger, "UPDATE diminuendo_records SET seq = -seq WHERE seq IN (3, 4)")
-        raw(ledger, "UPDATE diminuendo_records SET seq = 7 + seq WHERE seq < 0")
+        execute(ledger, "UPDATE diminuendo_records SET seq = -seq WHERE seq IN (3, 4)")
+        execute(ledger, "UPDATE diminuendo_records SET seq = 7 + seq WHERE seq < 0")
     else:
-        raw(ledger, statement)
+        execute(ledger, statement)
     with pytest.raises(LedgerError, match=words):
         verify(ledger)
 
@@ -267,16 +267,16 @@ def test_a_cut_off_end_shows_against_a_cited_head(ledger: Ledger, budget: Budget
     ledger.open_run("b")
     cited = ledger.head.digest
     verify(ledger, cited=[before.digest, cited])
-    raw(ledger, "DELETE FROM diminuendo_records WHERE seq = 2")
-    raw(ledger, "DELETE FROM diminuendo_runs")
-    raw(ledger, "UPDATE diminuendo_head SET seq = 1, digest = :digest", digest=before.digest)
+    execute(ledger, "DELETE FROM diminuendo_records WHERE seq = 2")
+    execute(ledger, "DELETE FROM diminuendo_runs")
+    execute(ledger, "UPDATE diminuendo_head SET seq = 1, digest = :digest", digest=before.digest)
     verify(ledger)
     with pytest.raises(LedgerError, match="cited head"):
         verify(ledger, cited=[cited])
 
 
 def test_a_newer_schema_is_refused(ledger: Ledger, url: str) -> None:
-    raw(ledger, "UPDATE diminuendo_head SET version = 99")
+    execute(ledger, "UPDATE diminuendo_head SET version = 99")
     with pytest.raises(SchemaError, match="pip install --upgrade"):
         Ledger(url)
     with pytest.raises(SchemaError, match="pip install --upgrade"):
@@ -298,11 +298,11 @@ def test_an_older_schema_is_brought_forward(
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, broken])
     with pytest.raises(LedgerError, match="half-way"):
         Ledger(url)
-    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS[:1], second])
+    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS[:2], second])
     newer = Ledger(url)
     newer.open_run("b")
     assert verify(newer).records == 2
-    monkeypatch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+    monkeypatch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
     with pytest.raises(SchemaError, match="pip install --upgrade"):
         ledger.open_run("b")
 
@@ -353,7 +353,7 @@ def test_an_import_is_checked_and_raises_nothing(
     assert other.budgets() == []
     file.write_text("\n".join(lines) + "\n")
     other.create("b", Budget(epsilon=8, delta=1e-8))
-    with pytest.raises(InputError, match="its own terms"):
+    with pytest.raises(InputError, match="the terms it has"):
         import_file(other, file)
     third = Ledger(tmp_path / "third.sqlite")
     third.create("b", budget)
@@ -493,7 +493,7 @@ def test_secrets_appear_nowhere(server: Any) -> None:
         Ledger(url.render_as_string(hide_password=False), patience=1)
     assert "hunter" not in str(caught.value)
     assert caught.value.__cause__ is None
-    assert "hunter" not in address.shown(url)
+    assert "hunter" not in address.display(url)
 
 
 def test_identities(tmp_path: Path) -> None:
@@ -524,3 +524,22 @@ def test_identities(tmp_path: Path) -> None:
         identify([("a", object())])
     with pytest.raises(InputError, match="map-style"):
         identify(3)
+
+
+def test_names_of_the_version_before_go_on_working(
+    ledger: Ledger, some_plan: dim.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(DeprecationWarning, match="allow_second"):
+        ledger.create("b", some_plan.budget, beside=False)
+    run = ledger.open_run("b")
+    with pytest.warns(DeprecationWarning, match="Run.generation"):
+        assert run.turn == 0
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "another process")
+    with pytest.warns(DeprecationWarning, match="partial|generation"):
+        ledger.grant(run.id, [step(20.0)], most=True, turn=0)
+    with pytest.warns(DeprecationWarning, match="scaled_to_fit"):
+        assert ledger.fitting("b", some_plan).steps == some_plan.steps
+    with pytest.warns(DeprecationWarning, match="Ledger.reclaim"):
+        assert ledger.release(run.id).status == "reclaimed"
+    with pytest.warns(DeprecationWarning, match="Verification"):
+        assert dim.ledger.Verified is dim.ledger.Verification

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,8 @@ import pytest
 from ledgers import step
 
 from diminuendo import Budget, InputError, Ledger, LedgerError
-from diminuendo.ledger import export, granted_events, import_file, verify
-from diminuendo.ledger.records import START, Record
+from diminuendo.ledger import export, granted_events, import_file, to_dp_accounting, verify
+from diminuendo.ledger.records import Record, start_of
 
 BUDGET = Budget(epsilon=4, delta=1e-8)
 Entry = tuple[str, str, str, dict[str, Any]]
@@ -31,9 +34,9 @@ def book(tmp_path: Path) -> Ledger:
     "change",
     [
         "INSERT INTO diminuendo_records SELECT -1, at, kind, budget, run, 'x', body, previous, "
-        "digest FROM diminuendo_records WHERE kind = 'grant'",
+        "digest, '' FROM diminuendo_records WHERE kind = 'grant'",
         "INSERT INTO diminuendo_records SELECT seq + 9, at, kind, budget, run, 'x', body, "
-        "previous, digest FROM diminuendo_records WHERE kind = 'grant'",
+        "previous, digest, '' FROM diminuendo_records WHERE kind = 'grant'",
         "UPDATE diminuendo_runs SET opened = replace(opened, '\"turn\":0', '\"turn\":1')",
     ],
 )
@@ -51,7 +54,7 @@ def _execute(change: Any, statement: str, book: Ledger) -> Record:
 
 def chain(entries: list[Entry], ledger: str = "other") -> list[str]:
     """An export with every digest right, whatever it says."""
-    previous, lines = START, []
+    previous, lines = start_of(ledger), []
     for seq, (kind, budget, run, body) in enumerate(entries, start=1):
         record = Record.link(seq=seq, at="now", kind=kind, budget=budget, run=run, token=str(seq),
                              body=body, previous=previous)  # fmt: skip
@@ -147,3 +150,72 @@ def test_an_export_does_not_replace_its_ledger(book: Ledger, tmp_path: Path) -> 
         with pytest.raises(InputError, match="another file"):
             export(book, path)
     verify(book)
+
+
+def test_an_export_is_its_owners_alone_and_follows_no_link(book: Ledger, tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "out.jsonl"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    before = os.umask(0)
+    try:
+        export(book, link)
+    finally:
+        os.umask(before)
+    assert victim.read_text() == "mine"
+    assert not link.is_symlink()
+    assert stat.S_IMODE(link.stat().st_mode) == 0o600
+    with pytest.raises(InputError, match="can be written"):
+        export(book, tmp_path / "nowhere" / "out.jsonl")
+
+
+def test_a_file_that_everybody_can_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    path.chmod(0o666)
+    with pytest.raises(InputError, match="chmod o-w"):
+        Ledger(path)
+    path.chmod(0o660)
+    Ledger(path).close()
+
+
+def test_an_export_for_other_accountants_has_the_relation(tmp_path: Path) -> None:
+    accountant = pytest.importorskip("dp_accounting.pld.pld_privacy_accountant")
+    budget = Budget(epsilon=2, delta=1e-5, relation="replace-one")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.create("b", budget)
+        ledger.charge("b", [step(40.0, count=300)], partial=True)
+        told = ledger.status("b").epsilon
+        other = accountant.PLDAccountant()
+        other.compose(to_dp_accounting(ledger, "b"))
+        assert other.get_epsilon(1e-5) == pytest.approx(told, rel=2e-3)
+        assert told > 1.5
+
+
+def copy_of(book: Ledger, tmp_path: Path) -> Ledger:
+    """A copy of the ledger's file that somebody goes on with."""
+    book.close()
+    shutil.copy(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")
+    return Ledger(tmp_path / "copy.sqlite")
+
+
+def test_what_a_copy_spent_is_charged_to_the_original(book: Ledger, tmp_path: Path) -> None:
+    """Also the run that was open when they parted, which both went on with."""
+    file, run = tmp_path / "copy.jsonl", book.runs("b")[0].id
+    export(book, file)
+    with pytest.raises(InputError, match="own export"):
+        import_file(book, file)
+    copy = copy_of(book, tmp_path)
+    book.close_run(run, used=0)
+    copy.start(run, 3)
+    copy.close_run(run, used=3)
+    copy.charge("b", [step(20.0, count=5)])
+    export(copy, file)
+    assert import_file(book, file)[0].steps == 8
+    assert book.status("b").spent_units == copy.status("b").spent_units
+    assert import_file(book, file)[0].steps == 0, "once"
+    copy.charge("b", [step(20.0, count=2)])
+    export(copy, file)
+    assert import_file(book, file)[0].steps == 2
+    assert book.status("b").spent_units == copy.status("b").spent_units
+    verify(book)
+    copy.close()

@@ -65,21 +65,21 @@ class Machine(RuleBasedStateMachine):
         return run, self.model.runs[run]
 
     @precondition(lambda self: self.model.runs)
-    @rule(data=st.data(), sigma=SIGMAS, count=COUNTS, start=st.booleans(), most=st.booleans())
-    def grant(self, data: Any, sigma: float, count: int, start: bool, most: bool) -> None:
+    @rule(data=st.data(), sigma=SIGMAS, count=COUNTS, start=st.booleans(), partial=st.booleans())
+    def grant(self, data: Any, sigma: float, count: int, start: bool, partial: bool) -> None:
         run, known = self.pick(data)
         one = 1 / Fraction(sigma) ** 2
         room = int((ROOM - self.model.spent) / one)
-        expected = min(count, room) if most else (count if count <= room else 0)
+        expected = min(count, room) if partial else (count if count <= room else 0)
         event = step(sigma, count=count)
         if known["status"] != "open":
             with pytest.raises(InputError, match=known["status"]):
-                self.ledger.grant(run, [event], start=start, most=most)
+                self.ledger.grant(run, [event], start=start, partial=partial)
         elif expected == 0:
             with pytest.raises(BudgetRefused):
-                self.ledger.grant(run, [event], start=start, most=most)
+                self.ledger.grant(run, [event], start=start, partial=partial)
         else:
-            answer = self.ledger.grant(run, [event], start=start, most=most)
+            answer = self.ledger.grant(run, [event], start=start, partial=partial)
             assert (answer.first, answer.steps) == (len(known["costs"]), expected)
             self.model.take(known, [one] * expected, start)
 
@@ -114,17 +114,17 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.runs)
     @rule(data=st.data(), unreleased=st.booleans())
-    def release(self, data: Any, unreleased: bool) -> None:
+    def reclaim(self, data: Any, unreleased: bool) -> None:
         run, known = self.pick(data)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("diminuendo.ledger.process.born", lambda pid: "dead")
+            patch.setattr("diminuendo.ledger.process.start_time", lambda pid: "dead")
             if known["status"] == "open":
-                self.ledger.release(run, unreleased=unreleased)
+                self.ledger.reclaim(run, unreleased=unreleased)
                 used = known["confirmed"] if unreleased else known["started"]
-                self.model.give_back(known, used, "released")
+                self.model.give_back(known, used, "reclaimed")
             else:
                 with pytest.raises(InputError):
-                    self.ledger.release(run, unreleased=unreleased)
+                    self.ledger.reclaim(run, unreleased=unreleased)
 
     @rule(sigma=SIGMAS, count=COUNTS)
     def charge(self, sigma: float, count: int) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ledgers import execute, in_child
 from paid_runs import BUDGET, STEPS, data, plan, train
+from sqlalchemy import text
 from torch import nn
 
 import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, InputError, Ledger
+from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError
 from diminuendo.ledger import identify, verify
-from diminuendo.training import PrivateGradients, Released
+from diminuendo.training import Checkpoints, PrivateGradients, Released
 
 
 def test_a_run_is_charged_and_cites_the_chain(ledger: Ledger, url: str) -> None:
@@ -173,3 +177,66 @@ def test_killed_and_resumed_pays_once_for_every_step(
 
 def _reserved(journal: Path) -> int:
     return int(json.loads(journal.read_text())["reserved"]) if journal.exists() else 0
+
+
+def test_an_older_copy_of_the_folder_releases_no_step_again(
+    ledger: Ledger, url: str, tmp_path: Path
+) -> None:
+    """Copied at step 7, the original killed at 18: the copy goes on after what was started."""
+    ledger.create("b", BUDGET)
+    run, copy, log = tmp_path / "run", tmp_path / "copy", tmp_path / "log"
+
+    def released(step: int, private: PrivateGradients) -> None:
+        del private
+        with log.open("a") as handle:
+            handle.write(f"{step}\n")
+        if step == 7 and not copy.exists():
+            shutil.copytree(run, copy)
+        if step == 18 and not done:
+            os._exit(9)
+
+    done: list[int] = []
+    child = in_child(lambda: train(url, plan(), folder=Checkpoints(run, 5), after_step=released))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    done.append(1)
+    result = train(url, plan(), folder=Checkpoints(copy, 5), after_step=released)
+    steps = [int(line) for line in log.read_text().split()]
+    assert len(steps) == len(set(steps)), "each step was released once"
+    assert steps[:18] == list(range(1, 19))
+    assert result.lost >= 11
+    assert result.steps == STEPS
+    assert ledger.status("b").spent <= 1
+    verify(ledger)
+
+
+def test_a_run_whose_ledger_lost_what_it_had_seen_is_not_resumed(url: str, tmp_path: Path) -> None:
+    """The ledger was put back to an older state between a run's crash and its resumption."""
+    with Ledger(url) as ledger:
+        ledger.create("b", BUDGET)
+        saved = {
+            table: _rows(ledger, f"SELECT * FROM diminuendo_{table}")
+            for table in ("head", "records", "budgets", "runs")
+        }
+
+    def stop(step: int, private: PrivateGradients) -> None:
+        del private
+        if step == 9:
+            os._exit(9)
+
+    folder = Checkpoints(tmp_path / "run", 5)
+    child = in_child(lambda: train(url, plan(), folder=folder, after_step=stop))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with Ledger(url) as ledger:
+        for table, rows in saved.items():
+            execute(ledger, f"DELETE FROM diminuendo_{table}")
+            for row in rows:
+                names, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+                insert = f"INSERT INTO diminuendo_{table} ({names}) VALUES ({values})"
+                execute(ledger, insert, **row)
+        assert verify(ledger).steps == 0
+    with pytest.raises(LedgerError, match="behind what was seen"):
+        train(url, plan(), folder=folder)
+
+
+def _rows(ledger: Ledger, query: str) -> list[dict[str, Any]]:
+    return ledger.read_transaction(lambda c: [dict(row._mapping) for row in c.execute(text(query))])

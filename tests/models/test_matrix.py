@@ -39,7 +39,7 @@ def along(model: nn.Module, batch: Batch, loss: Loss) -> float:
             torch.manual_seed(3)
             return loss(model, batch)
 
-        engine.check_losses(total())
+        engine.probe_if_due(total())
         sums = engine.clipped_sum(total(), Flat(1e12)).sums
         ways = [torch.randn(param.shape, dtype=param.dtype) for param in engine.parameters]
         slope = sum(float((way * part).sum()) for way, part in zip(ways, sums, strict=True))

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import LINEAR, run
+from small_runs import LINEAR, LOSS, run
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import diminuendo as dim
@@ -25,7 +26,7 @@ class Recording(PrivateDescent):
 
     seen: list[float]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen.append(self.param_groups[0]["lr"])
         super().step(closure)
 
@@ -118,7 +119,7 @@ def test_a_scheduler_that_ends_before_the_run_is_refused() -> None:
         follow_plan(
             optimizer,
             make_plan(gamma=0.95),
-            schedulers.ReduceLROnPlateau(optimizer),  # type: ignore[arg-type]
+            schedulers.ReduceLROnPlateau(optimizer),
         )
 
 
@@ -135,3 +136,40 @@ def test_the_cost_of_a_mismatch_is_that_of_the_influence() -> None:
     assert cost.over_uniform > 1
     assert (cost.step, cost.planned) == (100, 1)
     assert mismatch(plan, np.full(100, 0.3)) is None
+
+
+def own_loop(plan: dim.Plan, *, follow: bool, base: float = 0.1) -> None:
+    model = make_model()
+    private = PrivateGradients(model, plan)
+    optimizer = torch.optim.Adam(model.parameters(), lr=base)
+    scheduler = follow_plan(optimizer, plan) if follow else None
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    private.close()
+
+
+def test_a_loop_of_its_own_is_told_where_it_leaves_the_plan() -> None:
+    falling = make_plan(gamma=0.95, lr=influence.linear(STEPS))
+    own_loop(falling, follow=True)
+    with pytest.warns(dim.PlanWarning, match=r"step 2 is 0.1, where the plan has 0.095") as caught:
+        own_loop(falling, follow=False)
+    assert len(caught) == 1
+    own_loop(make_plan(gamma=0.95), follow=False)
+
+
+def test_other_optimizers_and_closed_runs_are_not_watched() -> None:
+    model = make_model()
+    private = PrivateGradients(model, make_plan(gamma=0.95, lr=influence.linear(STEPS)))
+    other = nn.Linear(2, 2)
+    elsewhere = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(x), y))
+        elsewhere.step()
+    private.close()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.step()

@@ -57,7 +57,11 @@ def test_a_source_gets_the_whole_sum_once_and_undivided(micro_batch: int | None)
 def test_the_sum_may_start_from_the_noise() -> None:
     early, _ = one_step(FastNoise(Seeds.make(5)))
     fast = FastNoise(Seeds.make(5))
-    after, _ = one_step(SimpleNamespace(add_noise=fast.add_noise))
+
+    def late(total: Tensor, *, noise_std: float, **told: Any) -> Tensor:
+        return fast.add_noise(total, noise_std=noise_std / COUNTED, **told)
+
+    after, _ = one_step(SimpleNamespace(add_noise=late))
     torch.testing.assert_close(early, after, rtol=1e-12, atol=1e-12)
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LINEAR, LOSS, PERCEPTRON, gradient, noisy, run, weights
+from small_runs import COUNTED, LINEAR, LOSS, PERCEPTRON, gradient, run, weights
 from torch import Tensor
 
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.report import run as run_report
+from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients
-from diminuendo.training.mechanism import NoiseName, NoiseSource
+from diminuendo.training.mechanism import ExactNoise, NoiseName, NoiseSource, NoisySum
 from diminuendo.training.mechanism.exact import Grid
+from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.sampling import draw
 from diminuendo.training.seeds import Seeds
 
@@ -62,7 +64,10 @@ def test_what_is_released_is_on_the_grid(dtype: torch.dtype) -> None:
     grid = Grid.of(source.noise_std)
     assert torch.equal(source.noisy, torch.round(source.noisy / grid.spacing) * grid.spacing)
     assert torch.equal(gradient(model), (source.noisy / LINEAR.examples).float().to(dtype))
-    assert torch.equal(source.noisy, noisy(source.total, source.noise_std, 4))
+    again = ExactNoise(Keys.make(4)).add_noise(
+        source.total, noise_std=source.noise_std, sensitivity=1.0, step=0
+    )
+    assert torch.equal(source.noisy, again)
 
 
 @pytest.mark.parametrize("noise", ["exact", "fast"])
@@ -109,6 +114,33 @@ def test_reports_say_what_fast_noise_leaves_open() -> None:
     assert "real arithmetic" in str(run_report.document(plan, fast))
     tones = [str(run_report.document(plan, facts)).count("warning") for facts in (exact, fast)]
     assert tones[1] > tones[0]
+
+
+@pytest.mark.parametrize(("micro_batch", "calls"), [(None, 2), (7, 6)])
+def test_what_rounding_may_cost_is_added_to_delta(micro_batch: int | None, calls: int) -> None:
+    """By a public number: as many micro-batches as the whole dataset makes."""
+    plan = LINEAR.plan(steps=3, sampling_rate=0.5)
+    result = run(LINEAR.model(), plan, micro_batch=micro_batch)
+    assert result.delta_added == 2 * 2.0**-50 * 3 * calls
+    claim = run_report.claim(run_report.facts(plan, asdict(result)))
+    assert f"1e-05 + {rounded_up(result.delta_added)})" in claim
+    assert run(LINEAR.model(), plan, noise="fast").delta_added == 0
+
+
+@pytest.mark.parametrize(("noise", "factor"), [("exact", COUNTED), ("fast", 1.0)])
+def test_exact_noise_counts_the_rounding_of_sums(noise: NoiseName, factor: float) -> None:
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, LINEAR.plan(), noise=noise)
+    seen: list[float] = []
+    begin = private.mechanism.begin
+
+    def spied(**told: Any) -> NoisySum:
+        seen.extend((told["sensitivity"], told["noise_std"]))
+        return begin(**told)
+
+    private.mechanism.begin = spied  # type: ignore[method-assign]
+    private.backward(LOSS(model(x), y))
+    assert seen == [LINEAR.clip * factor, private.plan.sigmas[0] * (LINEAR.clip * factor)]
 
 
 @pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])

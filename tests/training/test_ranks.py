@@ -90,7 +90,7 @@ def said_by(case: str, folder: Path) -> list[list[Any]]:
         ("ledger", "LedgerError", "cannot be reached"),
         ("input", "InputError", "Expected the budget to be one of"),
         ("os", "OSError", "the disk is full"),
-        ("absent", "InputError", "the ledger to be there"),
+        ("absent", "InputError", "the ledger to be an existing file"),
         ("damaged", "LedgerError", ""),
     ],
 )

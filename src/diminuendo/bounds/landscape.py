@@ -231,7 +231,7 @@ def describe(
     if beta is not None:
         beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
-        origin = influence.measured.said_of(curve) or "a measured influence curve"
+        origin = influence.measured.origin_of(curve) or "a measured influence curve"
         return Curve(influence.from_values(curve), f"Known about the loss: {origin}.")
     if spectrum is not None:
         _no_momentum("spectrum", beta)

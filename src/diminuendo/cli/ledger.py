@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diminuendo import _files, _validate
+from diminuendo import _validate
 from diminuendo import ledger as ledgers
 from diminuendo.cli.options import (
     AsJson,
@@ -28,11 +28,11 @@ from diminuendo.cli.options import (
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import Ledger, Run, Status
-from diminuendo.ledger.process import assumption
+from diminuendo.ledger.process import reclaim_assumption
 from diminuendo.report.text import rounded_up
 
 app = typer.Typer(
-    help="Budgets that belong to data: who spent what, what is left.\n\n"
+    help="Privacy budgets of datasets: who spent how much, and what is left.\n\n"
     "Example: diminuendo ledger create patients --epsilon 4 --delta 1e-8 --data train.npz",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,7 +44,7 @@ Url = Annotated[
         "--ledger",
         envvar="DIMINUENDO_LEDGER",
         show_envvar=True,
-        help="A path, sqlite:///path or postgresql://…; a file in your data folder unless given.",
+        help="A path, sqlite:///path or postgresql://…; by default a file in your data folder.",
     ),
 ]
 Name = Annotated[str, typer.Argument(help="The budget's name.")]
@@ -58,7 +58,7 @@ def register(parent: typer.Typer) -> None:
 
 @contextmanager
 def _watching(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while something long goes on; nothing where nobody watches."""
+    """A progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -71,7 +71,9 @@ def _budget_facts(status: Status) -> dict[str, Any]:
     return {
         **status.terms.to_dict(),
         "spent": status.spent,
-        "epsilon_spent": status.epsilon,
+        "epsilon_charged": status.epsilon,
+        "epsilon_certified": status.terms.budget.epsilon if status.spent_units else 0.0,
+        "epsilon_odometer": status.odometer,
         "epsilon_left": 0.0 if left is None else left.epsilon,
     }
 
@@ -110,7 +112,7 @@ def _row(status: Status) -> list[str]:
     ]
 
 
-_COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "ε spent", "ε left", ""]
+_COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "charged ≙ ε", "ε left", ""]
 
 
 def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> None:
@@ -118,6 +120,13 @@ def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> 
         print_json(_budget_facts(status))
         return
     print_table(f"{words} ({ledger.address})", _COLUMNS, [_row(status)])
+    budget = status.terms.budget
+    print(
+        f"Certified whatever was released and whenever a run stops: ε = {budget.epsilon:g} at "
+        f"δ = {budget.delta:g} ({budget.relation}), the limit. At this very moment, however it was "
+        f"chosen: ε = {rounded_up(status.odometer)}. What was charged is ε = "
+        f"{rounded_up(status.epsilon)} only if that amount had been fixed in advance."
+    )
 
 
 @app.command("create")
@@ -126,10 +135,12 @@ def create(
     epsilon: Epsilon,
     delta: Delta,
     data: Annotated[
-        list[Path] | None, typer.Option(help="Files or folders that are the data; repeatable.")
+        list[Path] | None, typer.Option(help="Files or folders that hold the data; repeatable.")
     ] = None,
     digest: Annotated[str | None, typer.Option(help="The data's identity, if known.")] = None,
-    unit: Annotated[str, typer.Option(help="What one record is: example, patient, …")] = "example",
+    unit: Annotated[
+        str, typer.Option(help="What one row of the data is: example, patient, …")
+    ] = "example",
     composition: Annotated[
         str, typer.Option(help="gaussian (full batch, exact) or renyi (also subsampled).")
     ] = "gaussian",
@@ -138,15 +149,16 @@ def create(
     typical_rate: Annotated[
         float, typer.Option(help="Sampling rate of steps to choose the order by.")
     ] = 0.01,
-    beside: Annotated[
-        bool, typer.Option("--beside", help="Allow a second budget for the same data.")
+    allow_second: Annotated[
+        bool,
+        typer.Option("--allow-second", "--beside", help="Allow a second budget for the same data."),
     ] = False,
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a budget; the same one again changes nothing.
+    """Create a budget. Repeating the command changes nothing.
 
     Example: diminuendo ledger create patients --epsilon 4 --delta 1e-8 --data train.npz
     """
@@ -163,34 +175,34 @@ def create(
         composition=composition,
         order=order,
         typical=GaussianStep(noise_multiplier=typical_sigma, sampling_rate=typical_rate),
-        beside=beside,
+        allow_second=allow_second,
     )
     _print_budget(ledger, status, as_json, "Budget")
 
 
 @app.command("list")
 def list_budgets(url: Url = None, as_json: AsJson = False) -> None:
-    """All budgets and what is left of each.
+    """List all budgets and what is left of each.
 
     Example: diminuendo ledger list
     """
-    ledger = Ledger(url, create=False)
-    found = ledger.budgets()
+    ledger = Ledger(url, readonly=True)
+    budgets = ledger.budgets()
     if as_json:
         print_json(
-            {"ledger": ledger.address, "budgets": [_budget_facts(status) for status in found]}
+            {"ledger": ledger.address, "budgets": [_budget_facts(status) for status in budgets]}
         )
     else:
-        print_table(f"Budgets in {ledger.address}", _COLUMNS, [_row(status) for status in found])
+        print_table(f"Budgets in {ledger.address}", _COLUMNS, [_row(status) for status in budgets])
 
 
 @app.command("show")
 def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
-    """A budget, its runs, and the end of the chain to cite.
+    """Show a budget, its runs, and the head of the chain to cite.
 
     Example: diminuendo ledger show patients
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     status, runs, head = ledger.status(name), ledger.runs(name), ledger.head
     facts = [_run_facts(run, status) for run in runs]
     if as_json:
@@ -223,11 +235,11 @@ def charge(
     sigma: Annotated[float, typer.Option(help="Noise multiplier of the steps.")],
     steps: Annotated[int, typer.Option(help="How many.")] = 1,
     sampling_rate: Annotated[float, typer.Option(help="Poisson rate; 1 is full batch.")] = 1.0,
-    label: Annotated[str, typer.Option(help="What it was for.")] = "",
+    label: Annotated[str, typer.Option(help="What the release was for.")] = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Charge a release that another program makes. Refused with exit code 3 where it does not fit.
+    """Charge a release made by another program. Exit code 3 if it does not fit.
 
     Example: diminuendo ledger charge patients --sigma 20 --steps 10 --label "summary statistics"
     """
@@ -241,37 +253,46 @@ def charge(
         _print_budget(ledger, status, False, f"Charged, as run {run.id}")
 
 
-@app.command("release")
-def release(
+@app.command("release", hidden=True)
+@app.command("reclaim")
+def reclaim(
     run: RunId,
     unreleased: Annotated[
         bool,
         typer.Option(
-            "--unreleased", help="Also: nobody has seen anything of the steps not confirmed."
+            "--unreleased",
+            help="Also assert that nobody has seen any result of the steps not confirmed.",
         ),
     ] = False,
-    by: Annotated[str, typer.Option(help="Who says so; your user name unless given.")] = "",
+    by: Annotated[str, typer.Option(help="Who asserts it; by default your user name.")] = "",
+    dead: Annotated[
+        bool,
+        typer.Option(
+            "--yes-it-is-dead",
+            help="Assert that the run's process is dead, where this machine cannot tell.",
+        ),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """After a crash: give back what the run cannot have released.
+    """Give back the part of a crashed run's budget that the run never used.
 
-    Example: diminuendo ledger release 1f0c2a7d9b3e4f56
+    Example: diminuendo ledger reclaim 1f0c2a7d9b3e4f56
     """
     ledger = Ledger(url, create=False)
     before = ledger.run(run)
     if not yes:
-        typer.echo(f"This assumes that {assumption(before, unreleased)}.", err=True)
-        typer.confirm("Is that so?", abort=True, err=True)
-    after = ledger.release(run, by=by, unreleased=unreleased)
+        typer.echo(f"This assumes that {reclaim_assumption(before, unreleased)}.", err=True)
+        typer.confirm("Is that true?", abort=True, err=True)
+    after = ledger.reclaim(run, by=by, unreleased=unreleased, dead=dead)
     status = ledger.status(after.budget)
     facts = _run_facts(after, status)
     facts["returned"] = (before.spent_units - after.spent_units) / status.terms.limit
     if as_json:
         print_json(facts)
     else:
-        _print_budget(ledger, status, False, f"Returned {facts['returned']:.2%}")
+        _print_budget(ledger, status, False, f"Gave back {facts['returned']:.2%}")
 
 
 @app.command("verify")
@@ -279,23 +300,60 @@ def verify(
     cited: Annotated[
         list[str] | None, typer.Option(help="A head that a report cites; repeatable.")
     ] = None,
+    anchor: Annotated[
+        list[str] | None,
+        typer.Option(help="Where heads were published: file:, git:, ledger:, https:; repeatable."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="The key that signs records: file:/path, env:NAME or command:…"),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="A file that keeps what was verified, to go on from there.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every record, the chain, and what they add up to; exit code 1 where it does not hold.
+    """Check every record, the chain, and the sums. Exit code 1 if something is wrong.
 
     Example: diminuendo ledger verify --cited sha256:…
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     with _watching("verifying") as progress:
-        found = ledgers.verify(ledger, cited=cited or (), progress=progress)
+        result = ledgers.verify(
+            ledger,
+            cited=cited or (),
+            anchors=anchor or (),
+            key=key,
+            state=state,
+            progress=progress,
+        )
     if as_json:
-        print_json({"ledger": ledger.address, **asdict(found)})
+        print_json({"ledger": ledger.address, **asdict(result)})
     else:
         print(
-            f"{ledger.address} holds together: {found.records} records, {found.budgets} budgets, "
-            f"{found.runs} runs, {found.steps} steps.\nhead: {found.head.digest}"
+            f"{ledger.address} is consistent: {result.records} records, {result.budgets} budgets, "
+            f"{result.runs} runs, {result.steps} steps.\nhead: {result.head.digest}"
         )
+        if anchor or key:
+            print(f"{result.anchored} published heads found, {result.signed} signatures checked")
+
+
+@app.command("anchor")
+def anchor_head(
+    places: Annotated[list[str], typer.Argument(help="file:, git:, ledger: or https:")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish the head of the chain to a second place, now.
+
+    Example: diminuendo ledger anchor file:/mnt/other/heads.jsonl
+    """
+    with Ledger(url, readonly=True, anchors=places) as ledger:
+        head = ledger.head
+        for place in ledger.anchors:
+            place.publish(head)
+    print_json(asdict(head)) if as_json else print(f"record {head.seq}: {head.digest}")
 
 
 @app.command("export")
@@ -314,19 +372,32 @@ def export(
 
     Example: diminuendo ledger export -o ledger.jsonl
     """
-    ledger = Ledger(url, create=False)
+    ledger = Ledger(url, readonly=True)
     _validate.choice("--format", kind, ("jsonl", "dp-accounting"))
     with _watching("exporting") as progress:
         if kind == "jsonl":
             count = ledgers.export(ledger, output, progress=progress)
         else:
             if name is None:
-                raise InputError("given for dp-accounting", name="--budget", value=None)
+                raise InputError("the name of a budget", name="--budget", value=None)
             events = ledgers.to_dp_accounting(ledger, name)
-            _files.write_text(output, json.dumps(_nested(events)))
+            ledgers.write_private(output, [json.dumps(_dp_accounting_file(ledger, name, events))])
             count = len(events.events)
     facts = {"output": str(output), "format": kind, "records": count}
     print_json(facts) if as_json else print(f"{count} records written to {output}")
+
+
+def _dp_accounting_file(ledger: Ledger, name: str, events: Any) -> dict[str, Any]:
+    """The events, and the δ and the relation without which they say nothing about ε."""
+    budget = ledger.status(name).terms.budget
+    return {
+        "budget": name,
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "relation": budget.relation,
+        "noise_multipliers": "standard deviation / sensitivity under this relation",
+        **_nested(events),
+    }
 
 
 def _nested(event: Any) -> Any:
@@ -342,30 +413,31 @@ def _nested(event: Any) -> Any:
 @app.command("import")
 def import_(
     path: Annotated[Path, typer.Argument(help="What `ledger export` wrote.")],
-    beside: Annotated[
-        bool, typer.Option("--beside", help="Allow a second budget for the same data.")
+    allow_second: Annotated[
+        bool,
+        typer.Option("--allow-second", "--beside", help="Allow a second budget for the same data."),
     ] = False,
     overspend: Annotated[
-        bool, typer.Option("--overspend", help="Record spending that goes over the budget.")
+        bool, typer.Option("--overspend", help="Also record spending that goes over the budget.")
     ] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Charge here what another ledger has spent. Raises no budget.
+    """Charge here what another ledger has spent, from its export.
 
     Example: diminuendo ledger import ledger.jsonl
     """
     ledger = Ledger(url)
     with _watching("importing") as progress:
-        found = ledgers.import_file(
-            ledger, path, beside=beside, overspend=overspend, progress=progress
+        imported = ledgers.import_file(
+            ledger, path, allow_second=allow_second, overspend=overspend, progress=progress
         )
     if as_json:
-        print_json({"imported": [asdict(one) for one in found]})
+        print_json({"imported": [asdict(one) for one in imported]})
         return
-    for one in found:
-        made = "made, with the terms it had there" if one.created else "was here"
-        print(f"{one.budget}: {made}; {one.steps} steps, {one.spent:.2%} of it charged")
+    for one in imported:
+        origin = "created with its terms" if one.created else "existed"
+        print(f"{one.budget}: {origin}; {one.steps} steps charged, {one.spent:.2%} of the budget")
 
 
 @app.command("identify")
@@ -373,10 +445,10 @@ def identify(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders.")],
     as_json: AsJson = False,
 ) -> None:
-    """Print the identity of data, as a budget keeps it.
+    """Print the identity of data, which a budget can be tied to.
 
     Example: diminuendo ledger identify train.npz
     """
     with _watching("reading the data") as progress:
-        found = ledgers.identify(paths if len(paths) > 1 else paths[0], progress=progress)
-    print_json({"data": found}) if as_json else print(found)
+        identity = ledgers.identify(paths if len(paths) > 1 else paths[0], progress=progress)
+    print_json({"data": identity}) if as_json else print(identity)

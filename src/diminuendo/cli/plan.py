@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -121,9 +121,9 @@ def plan(
     print(made.to_json() if as_json else made.summary())
 
 
-def _steps(text: str) -> int:
+def _steps(text: str) -> int | Literal["auto"]:
     if text == "auto":
-        return text  # type: ignore[return-value]
+        return "auto"
     try:
         return int(text)
     except ValueError:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
-from diminuendo.cli.options import AsJson, print_json
+from diminuendo.cli.options import AsJson, print_json, working
 from diminuendo.cli.report import drawn
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
@@ -96,7 +96,7 @@ def train(
         ),
     ] = False,
     noise: Annotated[
-        str | None,
+        Literal["exact", "fast"] | None,
         typer.Option(
             help="exact (the default), or fast: then the claim is for real arithmetic only."
         ),
@@ -362,10 +362,11 @@ def _plan(
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
         if groups is not None:
             examples = len(groups)
-        return make_plan(
-            Budget(**settings["budget"]),
-            **{"examples": examples, "parameters": parameters, **section},
-        )
+        with working("planning"):
+            return make_plan(
+                Budget(**settings["budget"]),
+                **{"examples": examples, "parameters": parameters, **section},
+            )
     except TypeError as error:
         raise InputError(
             "the arguments of dim.Budget and dim.plan",

@@ -38,7 +38,7 @@ def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) ->
     elif np.ndim(lr) == 0:
         values = np.full(steps, _validate.positive("lr", lr))
     else:
-        values = _validate.vector("lr", lr, positive=False)  # type: ignore[arg-type]
+        values = _validate.vector("lr", lr, positive=False)
     if values.size != steps:
         raise InputError(
             f"steps ({steps})",

@@ -1,30 +1,37 @@
-"""A ledger: budgets that belong to data, spent by many runs, and never overspent."""
+"""A ledger: privacy budgets of datasets, spent by many runs and never overspent."""
 
+from typing import Any
+
+from diminuendo.ledger import renamed
 from diminuendo.ledger.address import default as default_address
+from diminuendo.ledger.anchors import LedgerWarning
 from diminuendo.ledger.book import Grant, Ledger
 from diminuendo.ledger.exchange import (
-    Imported,
+    ImportedBudget,
     export,
     granted_events,
     import_file,
     to_dp_accounting,
+    write_private,
 )
 from diminuendo.ledger.identity import identify
-from diminuendo.ledger.rows import Head, Run, Status
+from diminuendo.ledger.records import Head
+from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.terms import Terms
-from diminuendo.ledger.verify import Verified, verify
+from diminuendo.ledger.verify import Verification, verify
 
 __all__ = [
     "Grant",
     "Head",
-    "Imported",
+    "ImportedBudget",
     "Ledger",
     "LedgerSpending",
+    "LedgerWarning",
     "Run",
     "Status",
     "Terms",
-    "Verified",
+    "Verification",
     "default_address",
     "export",
     "granted_events",
@@ -32,4 +39,14 @@ __all__ = [
     "import_file",
     "to_dp_accounting",
     "verify",
+    "write_private",
 ]
+
+_RENAMED = {"Verified": Verification, "Imported": ImportedBudget}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    renamed.warn(f"{__name__}.{name}", _RENAMED[name].__name__)
+    return _RENAMED[name]

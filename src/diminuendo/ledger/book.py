@@ -1,21 +1,20 @@
-"""Ledger: who spent what of a dataset's budget, what is left, and a no before it is overspent.
+"""The class Ledger: who spent how much of a dataset's budget, and a refusal before it is overspent.
 
 Formal guarantees, for every budget in a ledger: the events granted to all runs together, less those
 returned unused, never cost more than the budget's filter allows, whatever the number of programs
 that ask at once; a grant is on disk before the asker hears of it; and so the releases that were
 made under grants are together (ε, δ)-private for the budget's relation, even if every σ was chosen
 after seeing what was released before (accounting/filters.py). Not covered: releases made without
-asking, and a person's word given to `release`.
+asking, and what a person asserts when they `reclaim` a run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,11 +25,14 @@ from diminuendo.accounting.filters import best_order
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import address, process, rows, schema
+from diminuendo.ledger import address, keys, operations, process, renamed, rows, schema
+from diminuendo.ledger.anchors import Anchor, LedgerWarning, configured, parse, publish
+from diminuendo.ledger.capacity import NotEnoughLeft, noise_factor_to_fit, refusal
+from diminuendo.ledger.engine import weaknesses
 from diminuendo.ledger.identity import Progress, identify, silent
-from diminuendo.ledger.records import Record, canonical, pack
-from diminuendo.ledger.room import NoRoom, affordable, louder_by, refund_of, refusal
-from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED, Head, Run, Status
+from diminuendo.ledger.keys import Key
+from diminuendo.ledger.records import Head, Record
+from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.store import Change, Store
 from diminuendo.ledger.terms import Terms, text
@@ -41,44 +43,94 @@ _TYPICAL = GaussianStep(noise_multiplier=1.0, sampling_rate=0.01)
 
 @dataclass(frozen=True)
 class Grant:
-    """What was granted: so many steps, from the run's step `first` on."""
+    """What was granted: `steps` steps of the run, the first of them number `first` (from 0).
+
+    nonce  of the start, if the steps were started with the grant
+    """
 
     first: int
     steps: int
+    nonce: str = ""
 
 
 class Ledger:
-    """A ledger at a URL: sqlite:///path, a path, or postgresql://…; made on first use.
+    """A ledger at a URL: sqlite:///path, a path, or postgresql://…; created on first use.
 
     patience  how many seconds to wait for a busy or absent database before an error
-    create    False refuses a file that is not there, as somebody does who only wants to spend
+    create    False refuses to create a ledger that does not exist yet
+    readonly  change nothing, not even the schema version: for who may only read
+    key       signs every record: file:/path, env:NAME or command:…; $DIMINUENDO_LEDGER_KEY
+    anchors   places where heads are published as they move; $DIMINUENDO_LEDGER_ANCHORS
     """
 
     def __init__(
-        self, url: str | Path | None = None, *, patience: float = 30.0, create: bool = True
+        self,
+        url: str | Path | None = None,
+        *,
+        patience: float = 30.0,
+        create: bool = True,
+        readonly: bool = False,
+        key: str | Key | None = None,
+        anchors: Sequence[str | Anchor] | None = None,
     ) -> None:
         self.url = address.parse(address.default() if url is None else url)
-        if not create:
+        if not create or readonly:
             address.refuse_absent(self.url)
-        self._store = Store(self.url, patience=_validate.positive("patience", patience))
-        self._store.prepare()
+        self._store = Store(
+            self.url,
+            patience=_validate.positive("patience", patience),
+            create=create and not readonly,
+            readonly=readonly,
+            key=keys.configured() if key is None else keys.load(key),
+        )
+        places = configured() if anchors is None else anchors
+        self.anchors = [parse(place, _second_ledger) for place in places]
+        try:
+            self._store.prepare()
+        except BaseException:
+            self._store.close()
+            raise
         self._terms: dict[str, Terms] = {}
+        if not readonly:
+            for weakness in self.weaknesses():
+                warnings.warn(
+                    f"The ledger {self.address}: {weakness}.", LedgerWarning, stacklevel=2
+                )
 
     def __repr__(self) -> str:
-        return f"Ledger({self._store.shown})"
+        return f"Ledger({self._store.display})"
 
     @property
     def address(self) -> str:
-        """Where it is, without anything secret."""
-        return self._store.shown
+        """The URL, without passwords."""
+        return self._store.display
 
     @property
     def head(self) -> Head:
+        """The last record of the chain: its number and digest, and the ledger's id."""
         row = self._store.read(lambda c: c.execute(select(schema.head)).one())
         return Head(row.ledger, row.seq, row.digest)
 
+    @property
+    def seen(self) -> Head | None:
+        """The highest head that this object has seen; None before the first change."""
+        return self._store.seen
+
+    def expect(self, head: Head) -> None:
+        """Raise LedgerError unless the ledger contains a head that was seen earlier.
+
+        It lacks it if it was restored from an older copy, or if a standby was promoted that had
+        not received everything. From then on every change checks for the head as well.
+        """
+        self._store.expect(head)
+
+    def weaknesses(self) -> list[str]:
+        """Settings of the database server with which acknowledged charges can be lost."""
+        return self._store.read(weaknesses)
+
     def close(self) -> None:
-        """Close the connections. Runs stay as they are."""
+        """Publish the head where that is due, and close the connections. Open runs stay open."""
+        publish(self.anchors, self._store.seen, all_of_them=True)
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -87,6 +139,7 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @renamed.arguments(beside="allow_second")
     def create(
         self,
         name: str,
@@ -97,49 +150,38 @@ class Ledger:
         composition: str = "gaussian",
         order: int | None = None,
         typical: GaussianStep | None = None,
-        beside: bool = False,
+        allow_second: bool = False,
         token: str | None = None,
     ) -> Status:
-        """Make a budget. The same one again changes nothing; other terms are refused.
+        """Create a budget. Repeating the call changes nothing; other terms are refused.
 
-        composition  "gaussian" for full-batch steps, "renyi" where steps are subsampled
-        order        the Rényi order; that which suits steps like `typical` best unless given
-        beside       allow a second budget for the same data: what the two spend adds up
+        composition   "gaussian" for full-batch steps, "renyi" where steps are subsampled
+        order         the Rényi order, at least 2; by default the best one for steps like `typical`
+        allow_second  allow a second budget for the same data: the two add up to more than either
         """
         if composition == "renyi" and order is None:
             order = best_order(budget, typical or _TYPICAL)
         terms = Terms(
             name=name, budget=budget, data=data, unit=unit, composition=composition, order=order
         )
-
-        def work(change: Change) -> Record:
-            known = rows.all_terms(change.connection)
-            if name in known:
-                raise _Exists(known[name])
-            rows.refuse_second(known.values(), terms, beside)
-            rows.add_budget(change.connection, terms)
-            return change.append(
-                "create", budget=name, body={"terms": terms.to_dict(), "by": process.person()}
-            )
-
-        same = _asked("create", budget=name, body={"terms": terms.to_dict()})
+        work = functools.partial(operations.create, terms=terms, allow_second=allow_second)
+        same = operations.answers("create", budget=name, body={"terms": terms.to_dict()})
         try:
-            self._store.change(work, token=token, same=same)
-        except _Exists as exists:
-            rows.same_terms(exists.terms, terms)
+            self._change(work, token=token, same=same)
+        except operations.BudgetExists as error:
+            rows.require_same_terms(error.terms, terms)
         return self.status(name)
 
     def budgets(self) -> list[Status]:
-        found = self._store.read(
-            lambda c: c.execute(select(schema.budgets).order_by(schema.budgets.c.name)).all()
-        )
-        return [rows.status_of(row) for row in found]
+        """Every budget with what is spent of it, by name."""
+        return self._store.read(rows.all_budgets)
 
     def status(self, name: str) -> Status:
+        """A budget and what is spent of it."""
         return self._store.read(lambda connection: rows.budget_in(connection, name))
 
     def remaining(self, name: str) -> Budget:
-        """What is left, to plan with. For a subsampled plan see `fitting`."""
+        """What is left, as a budget to plan with. For subsampled plans see `scaled_to_fit`."""
         status = self.status(name)
         left = status.left
         if left is None:
@@ -147,15 +189,20 @@ class Ledger:
         return left
 
     def fits(self, name: str, events: Sequence[GaussianStep]) -> bool:
-        """Whether a grant of these would be given now."""
+        """Whether a grant of these events would be given now."""
         status = self.status(name)
         return status.spent_units + sum(status.terms.costs(events)) <= status.terms.limit
 
-    def fitting(self, name: str, plan: Plan) -> Plan:
-        """The plan itself where it fits, or with every σ as much louder as it takes."""
+    def scaled_to_fit(self, name: str, plan: Plan) -> Plan:
+        """The plan if it fits; otherwise the plan with every σ scaled up until it fits."""
         status = self.status(name)
-        factor = louder_by(status, plan.events)
+        factor = noise_factor_to_fit(status, plan.events)
         return plan if factor == 1 else plan.with_noise_scaled(factor)
+
+    def fitting(self, name: str, plan: Plan) -> Plan:
+        """Deprecated name of `scaled_to_fit`."""
+        renamed.warn("Ledger.fitting", "Ledger.scaled_to_fit")
+        return self.scaled_to_fit(name, plan)
 
     def pay(
         self,
@@ -191,265 +238,186 @@ class Ledger:
         plan: str = "",
         token: str | None = None,
     ) -> Run:
-        """Begin a run on a budget. Costs nothing yet.
+        """Open a run on a budget and return it. This costs nothing yet.
 
-        data  the identity of the run's data; refused where it is not the budget's
+        data  the identity of the run's data (`identify`); refused if the budget is for other data
         """
         text("label", label, empty=True)
         text("plan", plan, empty=True)
-        opened = {"label": label, "plan": plan, "turn": 0, **process.here()}
-
-        def work(change: Change) -> Record:
-            terms = rows.budget_in(change.connection, name).terms
-            rows.refuse_other_data(terms, data)
-            run = uuid.uuid4().hex[:16]
-            self._terms[run] = terms
-            change.connection.execute(
-                schema.runs.insert().values(
-                    id=run,
-                    budget=name,
-                    status=OPEN,
-                    granted=0,
-                    started=0,
-                    confirmed=0,
-                    spent="0",
-                    opened=canonical(opened),
-                )
-            )
-            return change.append("open", budget=name, run=run, body=opened)
-
-        same = _asked("open", budget=name, body={"label": label, "plan": plan})
-        return self.run(self._store.change(work, token=token, same=same).run)
+        work = functools.partial(operations.open_run, name=name, label=label, plan=plan, data=data)
+        same = operations.answers("open", budget=name, body={"label": label, "plan": plan})
+        return self.run(self._change(work, token=token, same=same).run)
 
     def resume_run(self, run: str, *, data: str | None = None, token: str | None = None) -> Run:
-        """Go on with an open run in this process: it is this one's `turn` now.
+        """Take an open run over into this process; its `generation` goes up by one.
 
-        Whoever had it before is refused from here on where it says whose turn it is. Refused
-        while another process that is known to live has it.
+        From then on the process that had it before is refused. Taking over is itself refused
+        while the process that owns the run is known to be alive. Steps before `started` may have
+        been released by it: go on from there.
         """
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
-            rows.refuse_other_data(rows.budget_in(change.connection, before.budget).terms, data)
-            if before.opened["pid"] != os.getpid() and process.alive(before.opened):
-                raise _still_alive(before)
-            taken = {**process.here(), "turn": before.turn + 1}
-            rows.set_run(change.connection, replace(before, opened={**before.opened, **taken}))
-            return change.append("resume", budget=before.budget, run=run, body=taken)
-
-        turn = self._store.change(work, token=token, same=_asked("resume", run=run)).body["turn"]
+        work = functools.partial(operations.resume_run, run=run, data=data)
+        same = operations.answers("resume", run=run)
+        record = self._change(work, token=token, same=same)
         now = self.run(run)
-        return replace(now, opened={**now.opened, "turn": turn})
+        return replace(now, opened={**now.opened, "turn": record.body["turn"]})
 
     def run(self, run: str) -> Run:
+        """A run by its id."""
         return self._store.read(lambda connection: rows.run_in(connection, run))
 
     def runs(self, name: str | None = None) -> list[Run]:
         """The runs of a budget, or all, in the order in which they were opened."""
-        opened = (
-            select(schema.runs)
-            .join(schema.records, schema.records.c.run == schema.runs.c.id)
-            .where(schema.records.c.kind == "open")
-            .order_by(schema.records.c.seq)
-        )
         if name is not None:
             self.status(name)
-            opened = opened.where(schema.runs.c.budget == name)
-        found = self._store.read(lambda connection: connection.execute(opened).all())
-        return [rows.run_of(row) for row in found]
+        return self._store.read(lambda connection: rows.all_runs(connection, name))
 
+    @renamed.arguments(most="partial", turn="generation")
     def grant(
         self,
         run: str,
         events: Sequence[GaussianStep],
         *,
+        first: int | None = None,
         start: bool = True,
-        most: bool = False,
+        partial: bool = False,
         confirmed: int | None = None,
-        turn: int | None = None,
+        generation: int | None = None,
         token: str | None = None,
     ) -> Grant:
         """Charge the events to the run's budget, or raise BudgetRefused and change nothing.
 
-        start      the steps may be released from now on; False where `start` will say when
-        most       as many of the events, from the first on, as there is room for
-        confirmed  how many of the run's steps are known to have been taken
-        turn       whose turn the asker thinks it is (`resume_run`)
+        first       the number (from 0) that the caller expects the first of the steps to have;
+                    refused if the run was granted other steps in the meantime
+        start       the steps may be released from now on; False if `start` will say when
+        partial     grant as many of the steps, from the first on, as fit
+        confirmed   how many of the run's steps are known to have been taken
+        generation  the run's generation as the caller knows it; refused if it was taken over since
         """
         asked = list(events)
         if not asked or not all(isinstance(event, GaussianStep) for event in asked):
             raise InputError("at least one event (GaussianStep)", name="events", value=asked[:1])
         costs = self._terms_of(run).costs(asked)
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, turn)
-            status = rows.budget_in(change.connection, before.budget)
-            given, cost = affordable(status, asked, costs, most)
-            steps = sum(event.count for event in given)
-            granted = before.granted + steps
-            rows.set_budget(change.connection, status, status.spent_units + cost)
-            rows.set_run(
-                change.connection,
-                replace(
-                    before,
-                    granted=granted,
-                    started=granted if start else before.started,
-                    confirmed=rows.confirmed_of(before, confirmed),
-                    spent_units=before.spent_units + cost,
-                ),
-            )
-            body = {
-                "events": pack(given),
-                "first": before.granted,
-                "steps": steps,
-                "cost": str(cost),
-                "started": start,
-                "confirmed": rows.confirmed_of(before, confirmed),
-            }
-            return change.append("grant", budget=before.budget, run=run, body=body)
-
-        def same(record: Record) -> bool:
-            given, wanted = list(record.body["events"]), pack(asked)
-            if most and given:
-                wanted = wanted[: len(given)]
-                wanted[-1][2] = min(wanted[-1][2], given[-1][2])
-            return given == wanted and record.body["started"] is start
-
-        as_before = _asked("grant", run=run, also=same)
+        request = operations.GrantRequest(
+            run, asked, costs, first, start, partial, confirmed, generation
+        )
+        work = functools.partial(operations.grant, request=request)
+        same = operations.answers("grant", run=run, also=request.is_answered_by)
         try:
-            body = self._store.change(work, token=token, same=as_before).body
-        except NoRoom as no:
-            raise BudgetRefused(refusal(no.status, asked, sum(costs))) from None
-        return Grant(int(body["first"]), int(body["steps"]))
+            record = self._change(work, token=token, same=same)
+        except NotEnoughLeft as error:
+            raise BudgetRefused(refusal(error.status, asked, sum(costs))) from None
+        nonce = record.token if start else ""
+        return Grant(int(record.body["first"]), int(record.body["steps"]), nonce)
 
     def _terms_of(self, run: str) -> Terms:
-        """Terms never change, and prices are worked out before others are made to wait."""
+        """Terms never change, so that prices are computed before the head is locked."""
         if run not in self._terms:
             self._terms[run] = self._store.read(
                 lambda c: rows.budget_in(c, rows.run_in(c, run).budget).terms
             )
         return self._terms[run]
 
+    @renamed.arguments(turn="generation")
     def start(
         self,
         run: str,
         upto: int,
         *,
+        previous: str | None = None,
         confirmed: int | None = None,
-        turn: int | None = None,
+        generation: int | None = None,
         token: str | None = None,
-    ) -> None:
-        """Durably: the run's granted steps before `upto` may be released from now on."""
-        upto = _validate.count("upto", upto, at_least=0)
+    ) -> str:
+        """Record durably that the run's granted steps before number `upto` may be released.
 
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, turn)
-            if not before.started <= upto <= before.granted:
-                raise InputError(
-                    f"from {before.started} to {before.granted}, what was granted",
-                    name="upto",
-                    value=upto,
-                )
-            now = replace(before, started=upto, confirmed=rows.confirmed_of(before, confirmed))
-            rows.set_run(change.connection, now)
-            body = {"upto": upto, "confirmed": now.confirmed}
-            return change.append("start", budget=before.budget, run=run, body=body)
+        previous  the nonce of the run's last start as the caller knows it; refused if another
+                  process has started steps since
+        Returns the nonce of this start, which is the run's `nonce` until the next one.
+        """
+        work = functools.partial(
+            operations.start,
+            run=run,
+            upto=_validate.count("upto", upto, at_least=0),
+            previous=previous,
+            confirmed=confirmed,
+            generation=generation,
+        )
+        same = operations.answers("start", run=run, body={"upto": upto})
+        return self._change(work, token=token, same=same).token
 
-        self._store.change(work, token=token, same=_asked("start", run=run, body={"upto": upto}))
-
+    @renamed.arguments(turn="generation")
     def close_run(
         self,
         run: str,
         *,
         used: int,
         reason: str = "done",
-        turn: int | None = None,
+        generation: int | None = None,
         token: str | None = None,
     ) -> Run:
-        """A clean end: `used` steps were taken, and what was granted beyond goes back."""
-        used = _validate.count("used", used, at_least=0)
-        text("reason", reason)
+        """End a run cleanly: `used` steps were taken; the cost of the others is given back."""
+        work = functools.partial(
+            operations.close_run,
+            run=run,
+            used=_validate.count("used", used, at_least=0),
+            reason=text("reason", reason),
+            generation=generation,
+        )
+        same = operations.answers("close", run=run, body={"used": used})
+        self._change(work, token=token, same=same)
+        return self.run(run)
 
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run, turn)
-            if not before.confirmed <= used <= before.started:
-                raise InputError(
-                    f"from {before.confirmed} (confirmed) to {before.started} (started)",
-                    name="used",
-                    value=used,
-                )
-            return self._return(change, before, used, CLOSED, "close", {"reason": reason})
+    def reclaim(
+        self,
+        run: str,
+        *,
+        by: str = "",
+        unreleased: bool = False,
+        dead: bool = False,
+        token: str | None = None,
+    ) -> Run:
+        """End the run of a process that died, and give back the cost of what it never released.
 
-        self._store.change(work, token=token, same=_asked("close", run=run, body={"used": used}))
+        dead        the caller asserts that the process is dead, which is needed where this machine
+                    cannot tell: after a reboot, on another host, in another container
+        unreleased  the caller also asserts that nobody has seen any result of the steps after
+                    `confirmed`
+        by          who asserts it; recorded with the assertion
+
+        Refused while the process is known to be alive. Steps after `started` were never released.
+        """
+        person = text("by", by or process.user_name())
+        work = functools.partial(
+            operations.reclaim, run=run, by=person, unreleased=unreleased, dead=dead
+        )
+        same = operations.answers("reclaim", run=run)
+        self._change(work, token=token, same=same)
         return self.run(run)
 
     def release(
         self, run: str, *, by: str = "", unreleased: bool = False, token: str | None = None
     ) -> Run:
-        """A person looked at a run that died: what it cannot have released goes back.
+        """Deprecated name of `reclaim`."""
+        renamed.warn("Ledger.release", "Ledger.reclaim")
+        return self.reclaim(run, by=by, unreleased=unreleased, token=token)
 
-        Assumed, and recorded with who said so: the run's process is dead. Steps past `started`
-        then were never released. With `unreleased` the person also says that nobody has seen
-        anything of the steps past `confirmed`.
-        """
-        person = text("by", by or process.person())
-
-        def work(change: Change) -> Record:
-            before = rows.open_run_in(change.connection, run)
-            if process.alive(before.opened):
-                raise _still_alive(before)
-            used = before.confirmed if unreleased else before.started
-            said = {"by": person, "assumed": process.assumption(before, unreleased)}
-            return self._return(change, before, used, RELEASED, "release", said)
-
-        self._store.change(work, token=token, same=_asked("release", run=run))
-        return self.run(run)
-
-    def _return(
-        self,
-        change: Change,
-        before: Run,
-        used: int,
-        status: str,
-        kind: str,
-        said: Mapping[str, Any],
-    ) -> Record:
-        """End a run and give back the cost of its steps from `used` on."""
-        terms_and_spent = rows.budget_in(change.connection, before.budget)
-        returned = 0
-        for grant in rows.grants_of(change.connection, before.id):
-            if grant.body["first"] + grant.body["steps"] <= used:
-                break
-            returned += refund_of(terms_and_spent.terms, grant.body, used)
-        rows.set_budget(change.connection, terms_and_spent, terms_and_spent.spent_units - returned)
-        now = replace(
-            before,
-            status=status,
-            started=used,
-            confirmed=used if kind == "close" else before.confirmed,
-            spent_units=before.spent_units - returned,
-        )
-        rows.set_run(change.connection, now)
-        body = {"used": used, "returned": str(returned), **said}
-        return change.append(kind, budget=before.budget, run=before.id, body=body)
-
+    @renamed.arguments(most="partial")
     def charge(
-        self, name: str, events: Sequence[GaussianStep], *, label: str = "", most: bool = False
+        self, name: str, events: Sequence[GaussianStep], *, label: str = "", partial: bool = False
     ) -> Run:
-        """Charge a release that is made elsewhere: a run that is closed at once, all of it used."""
+        """Charge a release made by another program, as a run that is closed at once."""
         run = self.open_run(name, label=label)
         try:
-            used = self.grant(run.id, events, most=most).steps
+            used = self.grant(run.id, events, partial=partial).steps
         except BudgetRefused:
             self.close_run(run.id, used=0, reason="refused")
             raise
         return self.close_run(run.id, used=used)
 
     def raw_records(
-        self, *, upto: int | None = None, run: str | None = None
+        self, *, after: int = 0, upto: int | None = None, run: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Records in order, as they are stored, read in pieces; all, or a run's."""
-        after = 0
+        """All records, or those of one run, in order and as stored, read page by page."""
         while True:
             query = select(schema.records).where(schema.records.c.seq > after)
             if upto is not None:
@@ -457,62 +425,41 @@ class Ledger:
             if run is not None:
                 query = query.where(schema.records.c.run == run)
             page = query.order_by(schema.records.c.seq).limit(1000)
-            found = self._store.read(partial(_all, page))
+            found = self._store.read(functools.partial(_all, page))
             if not found:
                 return
             yield from (dict(row._mapping) for row in found)
             after = found[-1].seq
 
     def records(self, *, upto: int | None = None, run: str | None = None) -> Iterator[Record]:
-        """Records in order, all or a run's."""
+        """All records, or those of one run, in order."""
         for row in self.raw_records(upto=upto, run=run):
             yield Record(**{**row, "body": json.loads(row["body"])})
 
-    def reading(self, work: Callable[[Connection], Any]) -> Any:
-        """Read from one state of the database (for `verify` and `export`)."""
+    def read_transaction(self, work: Callable[[Connection], Any]) -> Any:
+        """Run `work` on one state of the database (for `verify` and `export`)."""
         return self._store.read(work)
 
-    def changing(self, work: Callable[[Change], Record]) -> Record:
-        """Append one record in a transaction (for `import`)."""
-        return self._store.change(work)
+    def write_transaction(self, work: Callable[[Change], Record]) -> Record:
+        """Run `work`, which appends one record, in a transaction (for `import`)."""
+        return self._change(work)
+
+    def _change(
+        self,
+        work: Callable[[Change], Record],
+        *,
+        token: str | None = None,
+        same: Callable[[Record], bool] = lambda _: True,
+    ) -> Record:
+        record = self._store.change(work, token=token, same=same)
+        publish(self.anchors, self._store.seen)
+        return record
 
 
-def _asked(
-    kind: str,
-    *,
-    budget: str | None = None,
-    run: str | None = None,
-    body: Mapping[str, Any] | None = None,
-    also: Callable[[Record], bool] = lambda _: True,
-) -> Callable[[Record], bool]:
-    """Whether a record answers this request: a token that named another one is refused."""
-    told = json.loads(canonical(body or {}))
-
-    def same(record: Record) -> bool:
-        return (
-            record.kind == kind
-            and budget in (None, record.budget)
-            and run in (None, record.run)
-            and all(record.body[name] == value for name, value in told.items())
-            and also(record)
-        )
-
-    return same
-
-
-def _still_alive(run: Run) -> InputError:
-    return InputError(
-        "dead",
-        name=f"the process of run {run.id}",
-        value=f"process {run.opened['pid']}, which is alive on this machine",
-        remedy="Stop it first; a run that ends by itself returns what it did not use.",
-    )
+def _second_ledger(url: str) -> Ledger:
+    """A ledger that keeps the heads of another, without anchors of its own."""
+    return Ledger(url, anchors=())
 
 
 def _all(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:
     return connection.execute(query).all()
-
-
-class _Exists(Exception):
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms

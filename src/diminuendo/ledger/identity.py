@@ -1,7 +1,7 @@
-"""The identity of data: a digest of files or arrays, read in pieces, so that size does not matter.
+"""The identity of data: a digest of files or arrays, which are read in pieces of 16 MiB.
 
-Two sets of the same numbers in other files, types or order are other data to a digest. That is on
-purpose: it says "these bytes", and a person decides what else is the same data.
+The same numbers in another file, type or order have another digest. That is on purpose: a digest
+identifies bytes, and a person decides what else is the same data.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from diminuendo.errors import InputError
 
 _PIECE = 1 << 24
 Progress = Callable[[int, int], None]
-"""Told after every piece: bytes done, bytes in all."""
+"""Called after every piece with the number of bytes read and of bytes in all."""
 
 
 def silent(done: int, total: int) -> None:
+    """Report no progress."""
     del done, total
 
 
 def identify(data: Any, *, progress: Progress = silent) -> str:
-    """SHA-256 over a path (or several), an array (or a tuple of them), or a map-style dataset."""
+    """SHA-256 of a path (or several), an array (or a tuple of them), or a map-style dataset.
+
+    Returns "sha256:" and 64 hexadecimal digits.
+    """
     digest = hashlib.sha256()
     done = 0
     for total, piece in _pieces(data):
@@ -47,8 +51,8 @@ def _pieces(data: Any) -> Iterator[tuple[int, bytes | memoryview]]:
         yield from _item_pieces(data)
 
 
-def _file_pieces(given: list[Path]) -> Iterator[tuple[int, bytes]]:
-    files = list(_files(given))
+def _file_pieces(paths: list[Path]) -> Iterator[tuple[int, bytes]]:
+    files = list(_files(paths))
     total = sum(path.stat().st_size for _, path in files)
     for name, path in files:
         yield total, f"file {len(name.encode())} {name} {path.stat().st_size}\n".encode()
@@ -57,9 +61,9 @@ def _file_pieces(given: list[Path]) -> Iterator[tuple[int, bytes]]:
                 yield total, piece
 
 
-def _files(given: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+def _files(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
     """Files as they are named; a folder's files in the order of their names in it."""
-    for path in given:
+    for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file())
             yield from ((p.relative_to(path).as_posix(), p) for p in inside)

@@ -1,10 +1,15 @@
-"""Who is asking, from which process, and whether that process still lives."""
+"""Which user and process opened a run, and whether that process is still alive.
+
+A process id means something only within one PID namespace (a container has its own) and since one
+boot of one kernel. Both are recorded with it; elsewhere it cannot be told whether it is alive.
+"""
 
 from __future__ import annotations
 
 import getpass
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,21 +17,45 @@ from typing import Any
 from diminuendo.ledger.rows import Run
 
 
-def person() -> str:
+def user_name() -> str:
+    """The name of the user, or "unknown"."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
         return "unknown"
 
 
-def here() -> dict[str, Any]:
-    """Who asks, and from which process."""
+def this_process() -> dict[str, Any]:
+    """The user and the process that run this code, as a record keeps them."""
     pid = os.getpid()
-    return {"by": person(), "host": platform.node(), "pid": pid, "born": born(pid)}
+    return {
+        "by": user_name(),
+        "host": platform.node(),
+        "pid": pid,
+        "born": start_time(pid),
+        "boot": _boot(),
+        "namespace": _namespace(),
+    }
 
 
-def born(pid: int) -> str:
-    """When a process was started, as the kernel counts; empty where it is over or unreadable."""
+def _boot() -> str:
+    """An id that is new with every boot of the kernel; empty if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    """The PID namespace of this process; empty on systems without them."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty if it has ended or is hidden."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -35,27 +64,30 @@ def born(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def alive(opened: Mapping[str, Any]) -> bool:
-    """Whether the process that opened a run is known to be alive: only on its own machine."""
+def is_alive(opened: Mapping[str, Any]) -> bool | None:
+    """Whether the process that owns a run is alive; None if that cannot be told from here."""
+    here = {"host": platform.node(), "boot": _boot(), "namespace": _namespace()}
+    if any(opened.get(name) != value for name, value in here.items()):
+        return None
+    if sys.platform == "linux" and not (here["boot"] and here["namespace"]):
+        return None
     pid = int(opened["pid"])
-    if opened["host"] != platform.node():
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return bool(born(pid) == opened["born"])
+    return bool(start_time(pid) == opened["born"])
 
 
-def assumption(run: Run, unreleased: bool) -> str:
-    """What a person says by releasing a run."""
+def reclaim_assumption(run: Run, unreleased: bool) -> str:
+    """What a person asserts by reclaiming a run."""
     opened = run.opened
     dead = f"process {opened['pid']} on {opened['host']} is dead"
     if not unreleased:
         return f"{dead}, so that its steps from {run.started + 1} on were never released"
     return (
-        f"{dead}, and nobody has seen anything of its steps from {run.confirmed + 1} on: no "
+        f"{dead}, and nobody has seen any result of its steps from {run.confirmed + 1} on: no "
         "gradient, no checkpoint, no model"
     )

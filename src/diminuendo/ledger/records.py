@@ -1,4 +1,4 @@
-"""The append-only record: every entry carries the digest of the one before it.
+"""Append-only records: each carries the digest of the one before it.
 
 digest_n = SHA-256(canonical JSON of (seq, at, kind, budget, run, token, body, digest_{n−1})). A
 change, a deletion in the middle or another order breaks the chain where it happened. That the
@@ -17,13 +17,40 @@ from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
 START = "sha256:" + "0" * 64
-"""What the first record follows."""
+"""The digest that the first record of a version 1 ledger follows; see `start_of`."""
 
-KINDS = ("create", "open", "resume", "grant", "start", "close", "release", "import")
+
+@dataclass(frozen=True)
+class Head:
+    """The last record of the chain. Cite it, and `verify` can check later that it was there."""
+
+    ledger: str
+    seq: int
+    digest: str
+
+
+def start_of(ledger: str) -> str:
+    """The digest that the first record of a ledger follows: the ledger's id is in the chain."""
+    return "sha256:" + hashlib.sha256(f"diminuendo ledger {ledger}".encode()).hexdigest()
+
+
+KINDS = (
+    "create",
+    "open",
+    "resume",
+    "grant",
+    "start",
+    "close",
+    "reclaim",
+    "import",
+    "upgrade",
+    "anchor",
+)
+"""What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 
 
 def canonical(value: Any) -> str:
-    """One spelling for one value: what is hashed and stored."""
+    """The one JSON text of a value that is hashed and stored."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -31,7 +58,7 @@ def canonical(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One entry. `token` is the asker's own name for it, so that asking twice is asking once."""
+    """One record. `token` is the client's: a request that is repeated with it is done once."""
 
     seq: int
     at: str
@@ -42,6 +69,7 @@ class Record:
     body: Mapping[str, Any]
     previous: str
     digest: str
+    signature: str = ""
 
     @classmethod
     def link(
@@ -56,6 +84,7 @@ class Record:
         body: Mapping[str, Any],
         previous: str,
     ) -> Record:
+        """The record that follows the one whose digest is `previous`."""
         digest = digest_of(seq, at, kind, budget, run, token, canonical(body), previous)
         return cls(
             seq=seq,
@@ -70,6 +99,8 @@ class Record:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values; the signature only if there is one."""
+        signature = {"signature": self.signature} if self.signature else {}
         return {
             "seq": self.seq,
             "at": self.at,
@@ -80,6 +111,7 @@ class Record:
             "body": self.body,
             "previous": self.previous,
             "digest": self.digest,
+            **signature,
         }
 
 
@@ -97,6 +129,7 @@ def pack(events: Sequence[GaussianStep]) -> list[list[float | int]]:
 
 
 def unpack(rows: Any) -> list[GaussianStep]:
+    """The events that `pack` wrote, checked."""
     try:
         return [
             GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)

@@ -1,25 +1,25 @@
-"""The sums of a chain of records, computed from the records alone, each checked as it comes."""
+"""The sums of a chain of records, computed from the records alone, each of which is checked."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
-from diminuendo.ledger.records import START, canonical, digest_of, unpack
-from diminuendo.ledger.room import refund_of
-from diminuendo.ledger.rows import CLOSED, OPEN, RELEASED
+from diminuendo.ledger.capacity import refund_of
+from diminuendo.ledger.records import START, canonical, digest_of, start_of, unpack
+from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, RELEASED
 from diminuendo.ledger.terms import Terms
 
 _SLACK = 45
-"""Another machine's Rényi prices may differ from ours in their last bits."""
+"""Rényi prices computed on another machine may differ in their last bits: by 2⁻⁴⁵ at most."""
 
 
 @dataclass
 class Account:
-    """A run, as the records tell it."""
+    """A run, as the records describe it."""
 
     budget: str
     opened: dict[str, Any]
@@ -28,25 +28,54 @@ class Account:
     started: int = 0
     confirmed: int = 0
     spent: int = 0
+    nonce: str = ""
     grants: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def forget(self) -> None:
-        """Grants of confirmed steps cannot be returned any more."""
+    def drop_confirmed_grants(self) -> None:
+        """The cost of confirmed steps cannot be given back any more."""
         while self.grants and self.grants[0]["first"] + self.grants[0]["steps"] <= self.confirmed:
             del self.grants[0]
 
 
 class Replay:
-    """Feed it records in order; it holds what they add up to, and raises at the first bad one."""
+    """Adds up records in order, and raises LedgerError at the first bad one."""
 
-    def __init__(self) -> None:
-        self.seq, self.digest = 0, START
+    def __init__(self, ledger: str) -> None:
+        self.ledger = ledger
+        self.seq, self.digest = 0, start_of(ledger)
         self.terms: dict[str, Terms] = {}
         self.spent: dict[str, int] = {}
         self.steps: dict[str, int] = {}
         self.runs: dict[str, Account] = {}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that `from_dict` needs to go on after the last record, as JSON values."""
+        return {
+            "ledger": self.ledger,
+            "seq": self.seq,
+            "digest": self.digest,
+            "terms": {name: terms.to_dict() for name, terms in self.terms.items()},
+            "spent": {name: str(spent) for name, spent in self.spent.items()},
+            "steps": self.steps,
+            "runs": {run: {**asdict(a), "spent": str(a.spent)} for run, a in self.runs.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Replay:
+        """The sums as they were when `to_dict` was called."""
+        replay = cls(data["ledger"])
+        replay.seq, replay.digest = data["seq"], data["digest"]
+        replay.terms = {name: Terms.from_dict(terms) for name, terms in data["terms"].items()}
+        replay.spent = {name: int(spent) for name, spent in data["spent"].items()}
+        replay.steps = dict(data["steps"])
+        replay.runs = {
+            run: Account(**{**account, "spent": int(account["spent"])})
+            for run, account in data["runs"].items()
+        }
+        return replay
+
     def feed(self, row: Mapping[str, Any]) -> None:
+        """Check one record and add it to the sums."""
         where = f"record {row['seq']} ({row['kind']} at {row['at']})"
         if row["seq"] != self.seq + 1:
             raise LedgerError(
@@ -67,22 +96,25 @@ class Replay:
                 row["previous"],
             )
         except (ValueError, RecursionError) as error:
-            raise LedgerError(f"{named} is no record: {type(error).__name__}.") from None
-        if row["previous"] != self.digest:
+            raise LedgerError(f"{named} is not a record: {type(error).__name__}.") from None
+        first = self.seq == 0 and row["previous"] == START
+        if row["previous"] != self.digest and not first:
             raise LedgerError(f"The chain breaks before {where}: it does not follow the last one.")
         if digest != row["digest"]:
             raise LedgerError(f"{named} was changed: its digest does not match.")
         try:
-            self._apply(row["kind"], row["budget"], row["run"], _parsed(row["body"]))
+            content = _parsed(row["body"])
+            self._apply(row["kind"], row["budget"], row["run"], row["token"], content)
+            self._compare_sums(row["budget"], row["run"], content.get("after"))
         except LedgerError as error:
             raise LedgerError(f"{named} is wrong: {error}") from None
         except (DiminuendoError, KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"{named} makes no sense: {error}") from None
         self.seq, self.digest = row["seq"], digest
 
-    def _apply(self, kind: str, budget: str, run: str, body: Mapping[str, Any]) -> None:
+    def _apply(self, kind: str, budget: str, run: str, token: str, body: Mapping[str, Any]) -> None:
         if kind == "create":
-            _require(budget not in self.terms, "its budget was made before")
+            _require(budget not in self.terms, "its budget was created before")
             self._create(budget, Terms.from_dict(body["terms"]))
         elif kind == "import":
             if budget not in self.terms:
@@ -90,9 +122,14 @@ class Replay:
             self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
             _require(int(body["steps"]) >= 0, "its steps are negative")
             self.steps[budget] += int(body["steps"])
+        elif kind == "anchor":
+            _require(int(body["seq"]) > 0, "it anchors nothing")
+        elif kind == "upgrade":
+            _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
-            self.runs[run] = Account(budget, dict(body))
+            opened = {name: value for name, value in body.items() if name != "after"}
+            self.runs[run] = Account(budget, opened)
         else:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
@@ -101,8 +138,23 @@ class Replay:
                 "grant": self._grant,
                 "start": self._start,
                 "close": self._end,
+                "reclaim": self._end,
                 "release": self._end,
             }[kind](kind, account, body)
+            if kind == "start" or (kind == "grant" and body["started"]):
+                account.nonce = token
+
+    def _compare_sums(self, budget: str, run: str, stated: Mapping[str, Any] | None) -> None:
+        """What a record says of the sums after it must be what the records add up to."""
+        if stated is None:
+            return
+        if "spent" in stated:
+            _require(int(stated["spent"]) == self.spent[budget], "it states another sum")
+        if "run" in stated:
+            a = self.runs[run]
+            sums = [a.status, a.granted, a.started, a.confirmed, str(a.spent), a.opened["turn"],
+                    a.nonce]  # fmt: skip
+            _require(stated["run"] == sums, "it states other counts of its run")
 
     def _create(self, name: str, terms: Terms) -> None:
         _require(terms.name == name, "its terms are of another budget")
@@ -116,8 +168,8 @@ class Replay:
 
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
-        _require(body["turn"] == account.opened["turn"] + 1, "it is out of turn")
-        account.opened.update(body)
+        _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
+        account.opened.update({name: value for name, value in body.items() if name != "after"})
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
@@ -136,7 +188,7 @@ class Replay:
         if body["started"]:
             account.started = account.granted
         account.grants.append(body)
-        account.forget()
+        account.drop_confirmed_grants()
 
     def _start(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
@@ -144,7 +196,7 @@ class Replay:
         _require(account.started <= upto <= account.granted, "it starts what was not granted")
         _require(account.confirmed <= confirmed <= account.started, "it confirms too much")
         account.started, account.confirmed = upto, confirmed
-        account.forget()
+        account.drop_confirmed_grants()
 
     def _end(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         used, returned = int(body["used"]), int(body["returned"])
@@ -159,7 +211,7 @@ class Replay:
         account.started = used
         if kind == "close":
             account.confirmed = used
-        account.status = CLOSED if kind == "close" else RELEASED
+        account.status = {"close": CLOSED, "reclaim": RECLAIMED, "release": RELEASED}[kind]
         account.grants = []
 
 
@@ -168,9 +220,9 @@ def _slack(terms: Terms, cost: int) -> int:
 
 
 def _parsed(body: Any) -> Mapping[str, Any]:
-    found = json.loads(body) if isinstance(body, str) else body
-    _require(isinstance(found, Mapping), "its body is no object")
-    return dict(found)
+    content = json.loads(body) if isinstance(body, str) else body
+    _require(isinstance(content, Mapping), "its body is not an object")
+    return dict(content)
 
 
 def _require(good: bool, words: str) -> None:

@@ -4,22 +4,28 @@ A plan's steps are granted all at once, or so many ahead; step by step where the
 both, steps are *started* in blocks, on disk before any of them is released: after a crash that is
 what may have been seen. A block is as long as keeps the ledger near a two-hundredth of the time
 that training takes.
+
+Every request has a token and says which step or start it follows. If its answer is lost, the same
+request is sent again before any other: it took effect once, or does so now.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 import time
+import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from diminuendo import _validate, events
 from diminuendo.errors import BudgetRefused, InputError, UsageError
 from diminuendo.events import GaussianStep
+from diminuendo.ledger.records import Head
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 
@@ -71,10 +77,13 @@ class LedgerSpending(Spending):
         self._ahead = ahead if ahead == "plan" else _validate.count("ahead", ahead)
         self._block = None if block is None else _validate.count("block", block)
         self._data, self._label = data, label
-        self._first = self._granted_upto = self._started = self._unknown = self._turn = 0
+        self._first = self._granted_upto = self._started = self._unknown = self._generation = 0
         self._lock = threading.RLock()
         self._process = 0
-        self._over = self._in_doubt = self._alone = False
+        self._over = False
+        self._nonce = ""
+        self._unanswered: Callable[[], None] | None = None
+        """The request whose answer was lost, to be sent again."""
         self._took, self._asked_at, self._asked_steps = 0.0, 0.0, 0
 
     @property
@@ -87,23 +96,32 @@ class LedgerSpending(Spending):
         state: Mapping[str, Any] | None = None,
         *,
         seen: int | None = None,
+        receipt: Mapping[str, Any] | None = None,
         events: Iterable[GaussianStep] = (),
     ) -> int:
         """Open a run, or go on with the one of a saved state; returns how many steps are spent.
 
-        A journal's word (`seen`) is taken for a run that nobody else had since the state was
-        saved; otherwise every step that the ledger has as started may have been released. In the
-        process that has the run open already, and without a state, this changes nothing.
+        A journal's word (`seen`) is taken only if its `receipt` has the nonce of the run's last
+        start. Otherwise a copy of the journal may have gone on, and every step that the ledger has
+        as started may have been released. A ledger that does not contain what the state or the
+        receipt has seen of it is refused. In the process that has the run open already, and
+        without a state, this changes nothing.
         """
         with self._lock:
             if state is not None:
                 self._refuse_used()
+                for head in (state.get("head"), receipt and receipt.get("head")):
+                    if head:
+                        self.ledger.expect(Head(**head))
                 self.close("resumed from a saved state")
                 self._restore(state)
             if state is not None or self._over or self._process != os.getpid():
                 self._begin()
-            if self._alone and seen is not None:
+            last = bool(self._nonce) and (receipt or {}).get("nonce") == self._nonce
+            if seen is not None and (last or self.plan is None):
                 self._unknown = min(self._unknown, max(seen, self.steps))
+                if last:  # no other copy of the journal is to be believed after this one
+                    self._start(self._started, confirmed=None)
             self._charge_lost(events, self._unknown)
             return self.steps
 
@@ -119,7 +137,7 @@ class LedgerSpending(Spending):
 
     def _begin(self) -> None:
         """Open the run, or go on with the one of a restored state; grant the plan if asked so."""
-        self._process, self._over, self._in_doubt = os.getpid(), False, False
+        self._process, self._over, self._unanswered = os.getpid(), False, None
         if self.run and self.plan is not None and self.steps == self.plan.steps:
             self._over = self.ledger.run(self.run).status != "open"
             if self._over:
@@ -136,11 +154,7 @@ class LedgerSpending(Spending):
             raise
 
     def _reattach(self) -> bool:
-        """Whether the restored run is still open; what it started may have been released.
-
-        That the state was the last to have the run shows in whose turn it was: a copy of it that
-        went on elsewhere may have released what was started since.
-        """
+        """Whether the restored run is still open; what it started may have been released."""
         before = self.ledger.run(self.run)
         if before.budget != self.name:
             raise InputError(
@@ -151,7 +165,7 @@ class LedgerSpending(Spending):
         if before.status != "open":
             return False
         run = self.ledger.resume_run(self.run, data=self._data)
-        self._alone, self._turn = run.turn == self._turn + 1, run.turn
+        self._generation, self._nonce = run.generation, run.nonce
         self._granted_upto, self._started = self._first + run.granted, self._first + run.started
         self._unknown = self._started
         return True
@@ -161,11 +175,11 @@ class LedgerSpending(Spending):
         paid = self._paid_before() if self.run else 0
         digest = "" if self.plan is None else self.plan.digest
         run = self.ledger.open_run(self.name, label=self._label, data=self._data, plan=digest)
-        self.run, self._turn, self._alone = run.id, run.turn, False
+        self.run, self._generation, self._nonce = run.id, run.generation, run.nonce
         self.runs.append(run.id)
         self._first = self._granted_upto = self._started = self._unknown = paid
         if paid < self.steps:
-            self._charge_events(_after(self.granted, paid), start=True, most=False)
+            self._charge_events(_after(self.granted, paid), start=True, partial=False)
 
     def _paid_before(self) -> int:
         """Up to where the run that is over has paid for this state's steps and the next ones.
@@ -174,7 +188,7 @@ class LedgerSpending(Spending):
         """
         before = self.ledger.run(self.run)
         paid = self._first + before.started
-        return paid if before.turn == self._turn else min(paid, self.steps)
+        return paid if before.generation == self._generation else min(paid, self.steps)
 
     def fits(self, event: GaussianStep) -> bool:
         """Whether the event is the plan's next and is granted already, or would be now."""
@@ -198,16 +212,17 @@ class LedgerSpending(Spending):
                 "released before it was resumed, and cannot be taken again. Give resume() the "
                 "events of these steps, so that they are counted as spent."
             )
-        if self._in_doubt:
-            self._look_again()
+        if self._unanswered is not None:
+            self._unanswered()
         upto = self.steps + event.count
         if self.plan is None:
-            self._charge_events([event], start=True, most=False)
+            self._charge_events([event], start=True, partial=False)
             self._count_lost(self._granted_upto - upto)
         elif upto > self._granted_upto:
             self._grant_next(upto)
         elif upto > self._started:
-            self._start(max(upto, min(self.steps + self._length(), self._granted_upto)))
+            block = max(upto, min(self.steps + self._length(), self._granted_upto))
+            self._start(block, confirmed=self._confirmed())
 
     def _refuse_others(self) -> None:
         """A run ends once, and is one process's: a fork would release the same steps again."""
@@ -223,19 +238,6 @@ class LedgerSpending(Spending):
                 f"The run {self.run} belongs to process {self._process}, which began it, and this "
                 f"is process {os.getpid()}. Begin a run of its own here: ledger.pay(…)."
             )
-
-    def _look_again(self) -> None:
-        """After an answer that was lost: what was granted all the same."""
-        run = self.ledger.run(self.run)
-        if run.status != "open":
-            raise UsageError(f"The run {self.run} is {run.status}: nothing more can be charged.")
-        if run.turn != self._turn:
-            raise UsageError(
-                f"The run {self.run} now belongs to another process ({run.opened['pid']} on host "
-                f"{run.opened['host']}). Go on there, or begin a run of its own here."
-            )
-        self._granted_upto, self._started = self._first + run.granted, self._first + run.started
-        self._in_doubt = False
 
     def _count_lost(self, steps: int) -> None:
         """Without a plan, grants whose answer was lost or not used count as taken."""
@@ -256,47 +258,92 @@ class LedgerSpending(Spending):
             self._order._record(event)
 
     def _grant_next(self, upto: int) -> None:
-        """At least up to there; and some ahead, as many as there is room for."""
+        """At least up to there; and some ahead, as many as fit."""
         if upto > self._granted_upto + 1:
             self._grant(upto, start=True)
         else:
             ahead = self._length() if self._ahead == "plan" else int(self._ahead)
-            self._grant(self._granted_upto + ahead, start=True, most=True)
+            self._grant(self._granted_upto + ahead, start=True, partial=True)
 
-    def _grant(self, upto: int, *, start: bool, most: bool = False) -> None:
+    def _grant(self, upto: int, *, start: bool, partial: bool = False) -> None:
         """The plan's steps from the first that is not granted yet."""
         plan, at = self.plan, self._granted_upto
         assert plan is not None
         upto = min(upto, plan.steps)
         if at < upto:
             coming = events.from_schedule(plan.sigmas[at:upto], plan.rates[at:upto])
-            self._charge_events(list(coming), start=start, most=most)
+            self._charge_events(list(coming), start=start, partial=partial)
 
-    def _charge_events(self, coming: list[GaussianStep], *, start: bool, most: bool) -> None:
-        begun, self._in_doubt = time.monotonic(), True
-        confirmed = self._confirmed()
-        grant = self.ledger.grant(
-            self.run, coming, start=start, most=most, confirmed=confirmed, turn=self._turn
-        )
-        self._granted_upto = self._first + grant.first + grant.steps
-        if start:
-            self._started = self._granted_upto
-        self._measure(begun)
+    def _charge_events(self, coming: list[GaussianStep], *, start: bool, partial: bool) -> None:
+        first, confirmed, token = self._granted_upto - self._first, self._confirmed(), _token()
 
-    def _start(self, upto: int) -> None:
-        begun, self._in_doubt = time.monotonic(), True
-        confirmed = self._confirmed()
-        self.ledger.start(self.run, upto - self._first, confirmed=confirmed, turn=self._turn)
-        self._started = upto
-        self._measure(begun)
+        def ask() -> None:
+            grant = self.ledger.grant(
+                self.run,
+                coming,
+                first=first,
+                start=start,
+                partial=partial,
+                confirmed=confirmed,
+                generation=self._generation,
+                token=token,
+            )
+            self._granted_upto = self._first + grant.first + grant.steps
+            if start:
+                self._started, self._nonce = self._granted_upto, grant.nonce
+
+        self._send(ask)
+
+    def _start(self, upto: int, *, confirmed: int | None) -> None:
+        previous, token = self._nonce, _token()
+
+        def ask() -> None:
+            self._nonce = self.ledger.start(
+                self.run,
+                upto - self._first,
+                previous=previous,
+                confirmed=confirmed,
+                generation=self._generation,
+                token=token,
+            )
+            self._started = upto
+
+        self._send(ask)
+
+    def _send(self, ask: Callable[[], None]) -> None:
+        """Send a request; if its answer is lost, keep it to be sent again before the next one."""
+        begun = time.monotonic()
+        self._unanswered = functools.partial(self._send, ask)
+        try:
+            ask()
+        except (InputError, BudgetRefused, UsageError):
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        self._asked_at, self._asked_steps = time.monotonic(), self.steps
+        self._took = self._asked_at - begun
+
+    def receipt(self, upto: int | None = None) -> dict[str, Any]:
+        """What a journal keeps, to be believed later: the run's last start and the ledger's head.
+
+        upto  the number of steps that the journal is about to say may be released. They are started
+              here and now, so that no older copy of the journal has the nonce of the last start.
+        """
+        with self._lock:
+            if upto is not None and self.plan is not None:
+                self._refuse_others()
+                if self._unanswered is not None:
+                    self._unanswered()
+                self._start(max(self._started, min(upto, self._granted_upto)), confirmed=None)
+            return {"run": self.run, "nonce": self._nonce, "head": self._head()}
+
+    def _head(self) -> dict[str, Any] | None:
+        seen = self.ledger.seen
+        return None if seen is None else asdict(seen)
 
     def _confirmed(self) -> int:
         """Whoever asks for the next step has taken those before it."""
         return max(min(self.steps, self._started) - self._first, 0)
-
-    def _measure(self, begun: float) -> None:
-        self._asked_at, self._asked_steps = time.monotonic(), self.steps
-        self._took, self._in_doubt = self._asked_at - begun, False
 
     def _length(self) -> int:
         """So many steps that asking takes a two-hundredth of the time that taking them does."""
@@ -316,9 +363,11 @@ class LedgerSpending(Spending):
                 return
             self._over = True
             run = self.ledger.run(self.run)
-            if run.status == "open" and run.turn == self._turn:
+            if run.status == "open" and run.generation == self._generation:
                 used = min(max(self.steps, self._unknown), self._started) - self._first
-                self.ledger.close_run(self.run, used=used, reason=reason, turn=self._turn)
+                self.ledger.close_run(
+                    self.run, used=used, reason=reason, generation=self._generation
+                )
 
     def state(self) -> dict[str, Any]:
         """What `resume` needs later, as JSON: what was granted, and in which runs."""
@@ -327,7 +376,8 @@ class LedgerSpending(Spending):
             "run": self.run,
             "runs": self.runs,
             "first": self._first,
-            "turn": self._turn,
+            "turn": self._generation,
+            "head": self._head(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -336,7 +386,7 @@ class LedgerSpending(Spending):
         for data in state["granted"]:
             self._record(events.from_dict(data))
         self.run, self.runs = str(state.get("run", "")), list(state.get("runs", ()))
-        self._first, self._turn = int(state.get("first", 0)), int(state.get("turn", 0))
+        self._first, self._generation = int(state.get("first", 0)), int(state.get("turn", 0))
 
     def cite(self) -> dict[str, Any]:
         """The ledger, budget and runs that paid, and the chain's head as it is now."""
@@ -350,6 +400,10 @@ class LedgerSpending(Spending):
             "record": head.seq,
             "head": head.digest,
         }
+
+
+def _token() -> str:
+    return uuid.uuid4().hex
 
 
 def _deprecated(old: str, new: str) -> None:

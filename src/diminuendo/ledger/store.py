@@ -3,8 +3,11 @@
 Every change goes through `Store.change(token, work)`, which holds the head of the chain from its
 first read to its commit. If the connection is lost, it is not known whether the commit happened:
 the token, kept with the record, tells on the next connection, so that nothing is charged twice and
-nothing that was granted is lost. What cannot be cleared up within `patience` seconds is an error;
-what may have been charged then stays charged.
+nothing that was granted is lost. If it is still not known after `patience` seconds, that is an
+error, and what may have been charged stays charged.
+
+A store remembers the highest head that it has seen and refuses to go on with a ledger that does not
+contain it: one that was restored from an older copy, or a standby that was promoted too early.
 """
 
 from __future__ import annotations
@@ -12,9 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import socket
 import sqlite3
-import threading
 import time
 import uuid
 import weakref
@@ -23,121 +24,110 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
+from sqlalchemy import Connection, Engine, bindparam, inspect, or_, select, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from diminuendo import __version__
 from diminuendo.errors import InputError, LedgerError, SchemaError
 from diminuendo.ledger import address, schema
-from diminuendo.ledger.records import START, Record, canonical
+from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
+from diminuendo.ledger.keys import Key
+from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
 
 T = TypeVar("T")
-_CREATION_LOCK = 0x64696D  # a number of our own among PostgreSQL's advisory locks
+_CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
+_LOCKED_HEAD = select(schema.head).with_for_update()
+_LAST_RECORDS = select(schema.records).where(
+    or_(
+        schema.records.c.token == bindparam("token"),
+        schema.records.c.seq == bindparam("last"),
+        schema.records.c.seq == bindparam("seen"),
+    )
+)
+_ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
 
 
 class Change:
-    """A transaction that holds the head: reads what is current, appends one record."""
+    """A transaction that holds the head of the chain, reads what is current, appends records."""
 
-    def __init__(self, connection: Connection, token: str) -> None:
-        self.connection, self._token = connection, token
-        locked = select(schema.head).with_for_update()
-        self._head = connection.execute(locked).one()
-        _check_version(self._head.version)
+    def __init__(
+        self,
+        connection: Connection,
+        token: str,
+        seen: Head | None = None,
+        key: Key | None = None,
+    ) -> None:
+        self.connection, self.token, self._key = connection, token, key
+        head = connection.execute(_LOCKED_HEAD).one_or_none()
+        if head is None:
+            raise LedgerError("The ledger is damaged: its head is missing.")
+        _check_version(head.version)
+        self.head = Head(head.ledger, head.seq, head.digest)
+        self._appended = 0
+        known = head.seq if seen is None else seen.seq
+        wanted = {"token": token, "last": head.seq, "seen": known}
+        rows = connection.execute(_LAST_RECORDS, wanted).all()
+        _check_end(self.head, {row.seq: row for row in rows})
+        if key is not None:
+            _check_signature(connection, key, next((r for r in rows if r.seq == head.seq), None))
+        if seen is not None:
+            check_seen(seen, self.head, {row.seq: row.digest for row in rows}.get(seen.seq))
+        self.recorded = next((record_of(row) for row in rows if row.token == token), None)
+        """The record that already has the token, if there is one."""
 
     def append(self, kind: str, *, budget: str, run: str = "", body: Mapping[str, Any]) -> Record:
+        """Add a record to the chain; the first one of a change has the change's token."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = Record.link(
-            seq=self._head.seq + 1,
+            seq=self.head.seq + 1,
             at=now,
             kind=kind,
             budget=budget,
             run=run,
-            token=self._token,
+            token=f"{self.token}+{self._appended}" if self._appended else self.token,
             body=body,
-            previous=self._head.digest,
+            previous=self.head.digest,
         )
-        row = {**record.to_dict(), "body": canonical(body)}
-        self.connection.execute(schema.records.insert().values(row))
-        self.connection.execute(schema.head.update().values(seq=record.seq, digest=record.digest))
+        signature = "" if self._key is None else self._key.sign(record.digest)
+        row = {**record.to_dict(), "body": canonical(body), "signature": signature}
+        self.connection.execute(_ADD_RECORD, row)
+        self.connection.execute(_MOVE_HEAD, {"seq": record.seq, "digest": record.digest})
+        self.head = Head(self.head.ledger, record.seq, record.digest)
+        self._appended += 1
         return record
 
 
 class Store:
     """A database that holds one ledger."""
 
-    def __init__(self, url: URL, *, patience: float) -> None:
-        self.url, self.patience = url, patience
-        self.shown = address.shown(url)
+    def __init__(
+        self,
+        url: URL,
+        *,
+        patience: float,
+        create: bool = True,
+        readonly: bool = False,
+        key: Key | None = None,
+    ) -> None:
+        self._key = key
+        self.url, self.patience, self.readonly = url, patience, readonly
+        self.display = address.display(url)
         self._sqlite = url.get_backend_name() == "sqlite"
-        self._pid = os.getpid()
+        self._pid, self._create = os.getpid(), create
         self._engine = self._make_engine()
-        self._file, self._inode, self._logs = address.file_of(url), 0, False
-        weakref.finalize(self, _let_go, self._engine, self._pid)
+        self._file, self._inode = address.file_of(url), 0
+        self._seen: Head | None = None
+        weakref.finalize(self, _dispose, self._engine, self._pid)
 
     def _make_engine(self) -> Engine:
-        arguments: dict[str, Any] = (
-            {"timeout": self.patience, "check_same_thread": False}
-            if self._sqlite
-            else {"connect_timeout": max(2, int(self.patience)), "application_name": "diminuendo"}
-        )
-        try:
-            engine = create_engine(
-                self.url,
-                connect_args=arguments,
-                hide_parameters=True,
-                poolclass=QueuePool,
-                pool_size=1,
-                max_overflow=4,
-                isolation_level=None if self._sqlite else "READ COMMITTED",
-            )
-        except (ModuleNotFoundError, NoSuchModuleError):
-            raise InputError(
-                "installed",
-                name="psycopg",
-                value=None,
-                remedy="A PostgreSQL ledger needs it: pip install 'diminuendo[postgres]'.",
-            ) from None
-        if self._sqlite:
-            event.listen(engine, "connect", self._set_up_sqlite)
-            event.listen(engine, "begin", _begin_sqlite)
-        else:
-            event.listen(engine, "begin", self._begin_postgres)
-        return engine
-
-    def _set_up_sqlite(self, connection: sqlite3.Connection, _: object) -> None:
-        """Write-ahead log, and every commit on disk before it returns."""
-        connection.isolation_level = None
-        end = time.monotonic() + self.patience
-        while True:
-            try:
-                mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()
-                break
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > end:
-                    raise
-                time.sleep(_PAUSE)
-        self._logs = mode == ("wal",)
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA trusted_schema=OFF")
-
-    def _begin_postgres(self, connection: Connection) -> None:
-        """Reads see one state; writes wait for the head; nobody waits longer than patience."""
-        wait = max(int(self.patience * 1000), 1)
-        level = (
-            ""
-            if _writes(connection)
-            else ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY; ")
-        )
-        connection.exec_driver_sql(
-            f"{level}SET LOCAL lock_timeout={wait}; SET LOCAL statement_timeout={wait}; "
-            "SET LOCAL synchronous_commit=on"
+        return make_engine(
+            self.url, patience=self.patience, create=self._create, readonly=self.readonly
         )
 
     def _own_engine(self) -> Engine:
-        """Connections do not survive a fork; the child makes its own."""
+        """The engine of this process: connections cannot be shared with a forked child."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._engine.dispose(close=False)
@@ -148,7 +138,7 @@ class Store:
     def _transaction(self, *, write: bool) -> Iterator[Connection]:
         with (
             self._own_engine().connect() as bare,
-            self._not_for_ever(bare),
+            time_limit(bare, self.patience + 1),
         ):
             connection = bare.execution_options(diminuendo_write=write)
             with connection.begin():
@@ -157,7 +147,7 @@ class Store:
                 yield connection
 
     def _same_file(self) -> None:
-        """A file that was replaced or deleted, or lost its log, would still take writes."""
+        """Refuse a file that was replaced or deleted, or whose log was: writes would be lost."""
         if self._file is None:
             return
         try:
@@ -165,42 +155,22 @@ class Store:
         except OSError:
             inode = 0
         log = Path(os.path.realpath(self._file) + "-wal")
-        if not inode or inode != self._inode or (self._logs and not log.exists()):
+        if not inode or inode != self._inode or not log.exists():
             self._engine.dispose()
             raise LedgerError(
-                f"The ledger {self.shown} was replaced or deleted while it was in use. Nothing "
-                "was charged. Put the right file in its place and open it anew."
+                f"The ledger {self.display} was replaced or deleted while it was in use. Nothing "
+                "was charged. Put the right file in its place and open it again."
             )
 
-    @contextmanager
-    def _not_for_ever(self, connection: Connection) -> Iterator[None]:
-        """A server that neither answers nor hangs up is hung up on."""
-        if self._sqlite:
-            yield
-            return
-        number = connection.connection.driver_connection.pgconn.socket  # type: ignore[union-attr]
-
-        def hang_up() -> None:
-            with socket.socket(fileno=os.dup(number)) as line:
-                line.shutdown(socket.SHUT_RDWR)
-
-        watch = threading.Timer(self.patience + 1, hang_up)
-        watch.daemon = True
-        watch.start()
-        try:
-            yield
-        finally:
-            watch.cancel()
-
     def read(self, work: Callable[[Connection], T]) -> T:
-        """Read from one state of the database."""
+        """The result of `work` on one state of the database."""
 
         def once() -> T:
             with self._transaction(write=False) as connection:
                 _check_version(_version_in(connection))
                 return work(connection)
 
-        return self._until_answered(once)
+        return self._retrying(once)
 
     def change(
         self,
@@ -209,157 +179,264 @@ class Store:
         token: str | None = None,
         same: Callable[[Record], bool] = lambda _: True,
     ) -> Record:
-        """Run `work`, which appends one record, exactly once however often the line breaks.
+        """Run `work`, which appends records, exactly once even if the connection breaks.
 
-        same  whether the record that a token already names answers this request
+        same  tells whether a record that already has the token answers this request
         """
+        if self.readonly:
+            raise InputError("opened for writing", name="the ledger", value="readonly=True")
         token = token or uuid.uuid4().hex
 
-        def once() -> Record:
+        def once() -> tuple[Record, Head]:
             with self._transaction(write=True) as connection:
-                change = Change(connection, token)
-                known = find(connection, token)
-                if known is not None and not same(known):
+                change = Change(connection, token, self._seen, self._key)
+                recorded = change.recorded
+                if recorded is not None and not same(recorded):
                     raise InputError(
                         "new with every request",
                         name="token",
                         value=token,
-                        remedy=f"It named another one, which is record {known.seq}.",
+                        remedy=f"Record {recorded.seq} has it already, for another request.",
                     )
-                return known or work(change)
+                return recorded or work(change), change.head
 
-        return self._until_answered(once)
+        record, self._seen = self._retrying(once)
+        return record
+
+    @property
+    def seen(self) -> Head | None:
+        """The highest head that this store has seen."""
+        return self._seen
+
+    def expect(self, head: Head) -> None:
+        """Raise LedgerError unless the ledger contains this head; remember it."""
+
+        def work(connection: Connection) -> tuple[Head, str | None]:
+            row = connection.execute(select(schema.head)).one()
+            digest = connection.execute(
+                select(schema.records.c.digest).where(schema.records.c.seq == head.seq)
+            ).scalar()
+            return Head(row.ledger, row.seq, row.digest), digest
+
+        now, digest = self.read(work)
+        check_seen(head, now, digest)
+        if self._seen is None or self._seen.seq < head.seq:
+            self._seen = head
 
     def prepare(self) -> None:
-        """Create the ledger, or bring an older one forward, inside one transaction."""
-        path = address.file_of(self.url)
-        if path is not None:
-            address.make_file(path)
-            self._inode = path.stat().st_ino
+        """Create the ledger, or migrate an older one, inside one transaction."""
+        if self._file is not None:
+            if not self.readonly:
+                address.make_file(self._file)
+            self._inode = self._file.stat().st_ino
 
         def once() -> None:
             with self._transaction(write=False) as connection:
-                if _version_in(connection) == schema.version():
+                version = _version_in(connection)
+                if version == schema.version():
                     return
+            if self.readonly or (version == 0 and not self._create):
+                raise _not_a_ledger(self.display, version)
             with self._transaction(write=True) as connection:
                 if not self._sqlite:
                     lock = text("SELECT pg_advisory_xact_lock(:key)")
                     connection.execute(lock, {"key": _CREATION_LOCK})
                 _migrate(connection)
 
-        self._until_answered(once)
+        self._retrying(once)
 
-    def _until_answered(self, work: Callable[[], T]) -> T:
-        """Try again while the database is busy or away, as long as patience lasts."""
+    def _retrying(self, work: Callable[[], T]) -> T:
+        """Repeat `work` while the database is busy or cannot be reached, for `patience` seconds."""
         end = time.monotonic() + self.patience
         while True:
             try:
                 return work()
             except DBAPIError as error:
-                if not _passing(error) or time.monotonic() + _PAUSE > end:
-                    raise self._trouble(error) from None
+                if not _is_transient(error) or time.monotonic() + _PAUSE > end:
+                    raise self._ledger_error(error) from None
                 self._engine.dispose()
                 time.sleep(_PAUSE)
-            except SQLAlchemyError as error:
-                raise self._trouble(error) from None
+            except (SQLAlchemyError, sqlite3.Error) as error:
+                raise self._ledger_error(error) from None
 
-    def _trouble(self, error: SQLAlchemyError) -> LedgerError:
+    def _ledger_error(self, error: Exception) -> LedgerError:
         cause = getattr(error, "orig", None) or error
         words = " ".join(str(cause).split()) or type(cause).__name__
         for secret in address.secrets(self.url):
             words = words.replace(secret, "***")
+        remedy = _remedy(words)
+        if self._sqlite and "locked" in words and self._file is not None:
+            holder = lock_holder(self._file) or "Another program"
+            remedy = f"{holder[0].upper()}{holder[1:]} holds it; try again when that is done."
         return LedgerError(
-            f"The ledger {self.shown} could not be used: {words}. Nothing was released on its "
-            "account; what it may have charged stays charged. " + _remedy(words)
+            f"The ledger {self.display} could not be used: {words}. Nothing was released; what may "
+            f"have been charged stays charged. {remedy}"
         )
 
     def close(self) -> None:
-        _let_go(self._engine, self._pid)
+        """Close the connections of this process."""
+        _dispose(self._engine, self._pid)
 
 
-def _let_go(engine: Engine, pid: int) -> None:
-    """Close the connections; a forked child leaves its parent's alone."""
+def _dispose(engine: Engine, pid: int) -> None:
+    """Close the connections, but not those that a forked child shares with its parent."""
     engine.dispose(close=pid == os.getpid())
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+def check_seen(seen: Head, now: Head, digest: str | None) -> None:
+    """Raise LedgerError unless the ledger at `now` contains the head `seen`.
+
+    digest  of the ledger's record with the number `seen.seq`; None if it has none
+    """
+    if now.ledger != seen.ledger:
+        raise LedgerError(
+            f"This is the ledger {now.ledger}; the run was charged to the ledger {seen.ledger}. "
+            "Nothing was charged. Open the right one."
+        )
+    if seen.seq and digest != seen.digest:
+        raise LedgerError(
+            f"The ledger is behind what was seen of it: record {seen.seq} ({seen.digest}) is "
+            f"missing or another one, and the last record is number {now.seq}. It was restored "
+            "from an older copy, lost its -wal file, or a standby was promoted that had not "
+            "received everything. Nothing was charged. Restore the newest copy, or charge what "
+            "was lost first (docs: failover and backup)."
+        )
 
 
-def _writes(connection: Connection) -> bool:
-    return bool(connection.get_execution_options().get("diminuendo_write", True))
+def _check_end(head: Head, rows: Mapping[int, Any]) -> None:
+    """The head must be the digest of the last record."""
+    if head.seq == 0:
+        good = head.digest == start_of(head.ledger)
+    else:
+        row = rows.get(head.seq)
+        good = row is not None and computed_digest(row) == row.digest == head.digest
+    if not good:
+        raise LedgerError(
+            f"The head of the ledger does not agree with its last record (number {head.seq}): "
+            "somebody changed the database by hand. Nothing was charged. `diminuendo ledger "
+            "verify` tells more."
+        )
 
 
-def find(connection: Connection, token: str) -> Record | None:
-    row = connection.execute(
-        select(schema.records).where(schema.records.c.token == token)
-    ).one_or_none()
-    return None if row is None else record_of(row)
+def _check_signature(connection: Connection, key: Key, last: Any) -> None:
+    """With a key, the last record must be signed with it; the first signature may be this one's."""
+    if last is None or key.checks(last.digest, last.signature):
+        return
+    signed = select(schema.records.c.seq).where(schema.records.c.signature != "").limit(1)
+    if last.signature or connection.execute(signed).first() is not None:
+        raise LedgerError(
+            f"The last record (number {last.seq}) is not signed with the ledger's key: somebody "
+            "without the key wrote to the database. Nothing was charged. `diminuendo ledger verify "
+            "--key` tells where it begins."
+        )
+
+
+def computed_digest(row: Any) -> str:
+    """The digest that a stored record should have."""
+    return digest_of(
+        row.seq, row.at, row.kind, row.budget, row.run, row.token, row.body, row.previous
+    )
 
 
 def record_of(row: Any) -> Record:
-    return Record(**{**row._mapping, "body": json.loads(row.body)})
+    """A row of the table of records as a Record."""
+    try:
+        body = json.loads(row.body)
+    except ValueError:
+        raise LedgerError(f"Record {row.seq} is damaged: its body is not JSON.") from None
+    return Record(**{**row._mapping, "body": body})
 
 
 def _version_in(connection: Connection) -> int:
-    if not inspect(connection).has_table(schema.head.name):
+    """The schema version of the ledger; 0 if the database has none of its tables."""
+    needed = set(schema.metadata.tables)
+    missing = needed - set(inspect(connection).get_table_names())
+    if missing == needed:
         return 0
-    found = connection.execute(text(f"SELECT version FROM {schema.head.name}")).scalar()
-    return int(found or 0)
+    row = None
+    if schema.head.name not in missing:
+        row = connection.execute(text(f"SELECT version FROM {schema.head.name}")).one_or_none()
+    if missing or row is None:
+        what = f"the table {min(missing)}" if missing else "the row of its head"
+        raise LedgerError(
+            f"The ledger is damaged: {what} is missing. Restore it from a backup, and check that "
+            "with `diminuendo ledger verify`."
+        )
+    return int(row.version)
 
 
-def _check_version(found: int) -> None:
-    if found > schema.version():
+def _not_a_ledger(display: str, version: int) -> InputError:
+    if version == 0:
+        return InputError(
+            "a ledger",
+            name="the database",
+            value=display,
+            remedy="It has none of the tables of a ledger, and was not changed. `diminuendo ledger "
+            "create` creates a ledger with its first budget.",
+        )
+    return SchemaError(
+        f"of schema version {schema.version()}",
+        name="the ledger",
+        value=version,
+        remedy="It is migrated when somebody opens it who may write to it.",
+    )
+
+
+def _check_version(version: int) -> None:
+    if version > schema.version():
         raise SchemaError(
             f"of schema version {schema.version()} or older",
             name="the ledger",
-            value=found,
+            value=version,
             remedy=f"A newer diminuendo than {__version__} wrote it: "
             "pip install --upgrade diminuendo.",
         )
-    if found < schema.version():
+    if version < schema.version():
         raise SchemaError(
             f"of schema version {schema.version()}",
             name="the ledger",
-            value=found,
-            remedy="Open it anew: it is brought forward when it is opened.",
+            value=version,
+            remedy="Open it again: it is migrated when it is opened.",
         )
 
 
 def _migrate(connection: Connection) -> None:
-    found = _version_in(connection)
-    if found > schema.version():
-        _check_version(found)
-    for step in schema.MIGRATIONS[found:]:
+    version = _version_in(connection)
+    if version > schema.version():
+        _check_version(version)
+    for step in schema.MIGRATIONS[version:]:
         step(connection)
-    if found == 0:
+    if version == 0:
+        ledger = uuid.uuid4().hex
         connection.execute(
             schema.head.insert().values(
-                id=1, version=schema.version(), ledger=uuid.uuid4().hex, seq=0, digest=START
+                id=1, version=schema.version(), ledger=ledger, seq=0, digest=start_of(ledger)
             )
         )
     else:
         connection.execute(schema.head.update().values(version=schema.version()))
 
 
-def _passing(error: DBAPIError) -> bool:
-    """Whether waiting may help: busy, or the server is away."""
+def _is_transient(error: DBAPIError) -> bool:
+    """Whether waiting may help: the database is busy or cannot be reached."""
     words = str(error.orig).lower()
     if isinstance(error.orig, sqlite3.Error):
         return "locked" in words or "busy" in words
     state = str(getattr(error.orig, "sqlstate", None) or "")
-    away = state[:2] in ("08", "57") or (not state and "authentication" not in words)
-    return error.connection_invalidated or away or state in ("40001", "40P01", "55P03")
+    unreachable = state[:2] in ("08", "57") or (not state and "authentication" not in words)
+    busy = state in ("40001", "40P01", "55P03", "25P03")
+    return error.connection_invalidated or unreachable or busy
 
 
 def _remedy(words: str) -> str:
-    known = {
-        "full": "Make room on the disk and go on.",
+    remedies = {
+        "full": "Free some disk space and try again.",
         "readonly": "Make its file and folder writable for this user.",
-        "malformed": "Restore it from a copy; `diminuendo ledger verify` tells whether that is "
-        "whole.",
+        "malformed": "Restore it from a backup, and check that with `diminuendo ledger verify`.",
         "not a database": "Is this path a ledger?",
-        "locked": "Another program holds it; try again when that is done.",
         "timeout": "Another program holds it, or the server is overloaded; try again.",
     }
-    return next((remedy for sign, remedy in known.items() if sign in words.lower()), "Try again.")
+    for sign, remedy in remedies.items():
+        if sign in words.lower():
+            return remedy
+    return "Try again."

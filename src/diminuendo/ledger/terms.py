@@ -1,4 +1,4 @@
-"""What a budget was made with. It never changes: the records would not mean the same any more."""
+"""The terms of a budget. They never change: the records would then mean something else."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from diminuendo.events import GaussianStep
 
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
+_ODOMETER_ORDERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Terms:
 
     composition  "gaussian": full-batch steps, exact. "renyi": full-batch and Poisson-subsampled
                  steps, at one Rényi order that is fixed here.
-    data         the identity of the data (`identify`), or None where nobody said
-    unit         what one record is: an example, a patient, a household
+    data         the identity of the data (`identify`), or None if it was not given
+    unit         what one row of the data is: an example, a patient, a household
     """
 
     name: str
@@ -53,20 +54,22 @@ class Terms:
 
     @cached_property
     def filter(self) -> GaussianFilter | RenyiFilter:
-        """The price list and the limit; what is spent is in the ledger."""
+        """The prices of steps and the limit; what is spent is kept in the ledger."""
         if self.order is None:
             return GaussianFilter(self.budget)
         return RenyiFilter(self.budget, order=self.order)
 
     @property
     def limit(self) -> int:
+        """The most that can be spent, in units of 2⁻²⁰⁰."""
         return self.filter.limit
 
     def costs(self, events: Sequence[GaussianStep]) -> list[int]:
+        """The price of each event (of all its `count` steps), in units of 2⁻²⁰⁰, rounded up."""
         return self.filter.costs(events)
 
     def refund(self, cost: int) -> int:
-        """What returning part of a grant gives back.
+        """How much is given back for unused steps that cost this much.
 
         Gaussian prices are exact. A Rényi price is a float, and another machine's may differ in
         its last digits, so that a billionth of it is kept.
@@ -74,51 +77,77 @@ class Terms:
         return cost if self.order is None else cost - (cost >> 30)
 
     def left(self, spent: int) -> Budget | None:
-        """What is left, as a budget of the same δ; None where that is less than any ε > 0.
+        """What is left, as a budget with the same δ; None if that is less than any ε > 0.
 
-        Gaussian: exactly what a plan may use. Rényi: steps whose divergence at the order fits
-        are private to this; `Ledger.fitting` makes a plan's noise fit.
+        Gaussian: exactly what a plan may use. Rényi: the guarantee of steps whose divergence
+        at the order fits; `Ledger.scaled_to_fit` makes a plan's noise fit.
         """
         if spent == 0:
             return self.budget
-        room = Fraction(max(self.limit - spent, 0), UNIT)
+        left = Fraction(max(self.limit - spent, 0), UNIT)
         try:
             if self.order is None:
-                return self._gaussian_left(room)
-            return self._renyi_left(room, self.order)
+                return self._gaussian_left(left)
+            return self._renyi_left(left, self.order)
         except InputError:
             return None
 
-    def _gaussian_left(self, room: Fraction) -> Budget:
-        """As much of the room as a budget can say: its μ², from ε again, must not be more."""
+    def _gaussian_left(self, left: Fraction) -> Budget:
+        """The largest budget whose μ², computed from its ε, is not more than `left`."""
         kept = 1.0
         while True:
-            mu = math.sqrt(room) * (1 - 1e-12) * kept
+            mu = math.sqrt(left) * (1 - 1e-12) * kept
             epsilon = self.budget.epsilon_of((mu / self.budget.sensitivity) ** 2)
-            left = self._of(epsilon)
-            if Fraction(left.mu * (1 + 1e-12)) ** 2 <= room:
-                return left
+            budget = self._of(epsilon)
+            if Fraction(budget.mu * (1 + 1e-12)) ** 2 <= left:
+                return budget
             kept -= max(2 * (1 - kept), 1e-10)
 
-    def _renyi_left(self, room: Fraction, order: int) -> Budget:
+    def _renyi_left(self, left: Fraction, order: int) -> Budget:
         offset = renyi.offset(order, self.budget.delta)
-        return self._of((float(room) + offset) * (1 - 1e-12) if room else 0.0)
+        return self._of((float(left) + offset) * (1 - 1e-12) if left else 0.0)
 
     def _of(self, epsilon: float) -> Budget:
         return replace(self.budget, epsilon=epsilon)
 
     def epsilon_spent(self, spent: int) -> float:
-        """A certified ε of everything charged so far, at the budget's δ and relation.
+        """ε of what was charged, at the budget's δ, as if the amount had been fixed in advance.
 
-        Within the limit it is at most the budget's: that is what the filter guarantees.
+        This is *not* a certified claim about a run that stopped, or was looked at, because of what
+        it had released: with such a rule the privacy loss exceeds it far more often than δ allows.
+        Certified are the limit (the budget's ε, whatever rule was followed) and `odometer`.
+        Within the limit it is at most the budget's ε.
         """
         return self.filter.claim(spent)
 
+    def odometer(self, spent: int) -> float:
+        """ε that holds at every moment at once, also at one chosen by what was released before.
+
+        Formal guarantee: with probability 1 − δ, the privacy loss never exceeds this value at any
+        step, whatever rule picks the steps and the moment to stop. For λ > 0 and charges with Rényi
+        divergence D at order 1 + λ, exp(λ (loss − D)) is a supermartingale that starts at 1, and so
+        (Ville's inequality) loss < D + ln(1/δ)/λ at all times with probability 1 − δ. The orders
+        are fixed by the terms: the budget's own, or for "gaussian" eight that share δ. Compare
+        Rogers and others (2016) and Whitehouse and others (2023). It is larger than
+        `epsilon_spent`, and near the limit larger than the budget's ε, which is then the better
+        claim.
+        """
+        if spent <= 0:
+            return 0.0
+        charged, delta = float(Fraction(spent, UNIT)) * (1 + 1e-12), self.budget.delta
+        if self.order is not None:
+            return (charged - math.log(delta) / (self.order - 1)) * (1 + 1e-12)
+        whole, each = float(Fraction(self.limit, UNIT)), math.log(_ODOMETER_ORDERS / delta)
+        powers = [math.sqrt(2 * each / whole) * 2.0**j for j in range(_ODOMETER_ORDERS)]
+        return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
+
     def to_dict(self) -> dict[str, Any]:
+        """The terms as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> Terms:
+        """The terms that `to_dict` wrote, checked."""
         names = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != names:
             raise InputError("an object with a budget's terms", name="terms", value=data)
@@ -129,7 +158,7 @@ class Terms:
 
 
 def text(name: str, value: Any, *, empty: bool = False) -> str:
-    """A line of text that people can read: names, units, notes."""
+    """Check that a value is one line of printable text, and return it."""
     good = (
         isinstance(value, str)
         and (empty or value.strip() != "")

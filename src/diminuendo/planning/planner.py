@@ -149,6 +149,12 @@ def plan(
     chosen: list[str] = []
     if isinstance(lr, str):
         _validate.choice("lr", lr, ("joint",))
+        if not isinstance(rate, float):
+            raise InputError(
+                "one number where learning rates are planned together with the noise",
+                name="sampling_rate",
+                value=f"{rate.size} numbers",
+            )
         noise = _sampling_noise(rate, examples, parameters, gradient_norm)
         lr = joint_learning_rates(loss, level, T, budget, rate, noise=noise, max_lr=max_lr)
         chosen = [text.joint_sentence(noise)]
@@ -199,16 +205,10 @@ def plan(
 
 
 def _sampling_noise(
-    rate: float | Vector, examples: int, parameters: int | None, gradient_norm: float
+    rate: float, examples: int, parameters: int | None, gradient_norm: float
 ) -> float:
     """The variance that sampling adds to each coordinate of the sum, in units of clip²."""
     norm = _validate.real("gradient_norm", gradient_norm, at_least=0, at_most=1)
-    if not isinstance(rate, float):
-        raise InputError(
-            "one number where learning rates are planned together with the noise",
-            name="sampling_rate",
-            value=f"{rate.size} numbers",
-        )
     if rate == 1:
         return 0.0
     if parameters is None:

@@ -68,7 +68,7 @@ def _line(values: Vector) -> str:
 def _gain_line(plan: Plan) -> list[str]:
     if plan.gain is None or plan.gain_error is None:
         return []
-    share = f"{100 * plan.gain:.2g}% less excess loss than uniform noise at the same learning rates"
+    share = f"{100 * plan.gain:.2g}% less excess risk than uniform noise at the same learning rates"
     if plan.gain_is_negligible:
         return [
             f"  gain         none to expect: {share}, which is within the error of "

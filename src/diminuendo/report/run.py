@@ -38,10 +38,16 @@ def claim(run: Mapping[str, Any]) -> str:
     if not run["private"]:
         return "NOT PRIVATE: the seed was fixed"
     return (
-        f"({rounded_up(run['epsilon'])}, {run['delta']:g})-differentially private for "
+        f"({rounded_up(run['epsilon'])}, {_delta(run)})-differentially private for "
         f"{run['relation']} neighbours, against an adversary who sees every noisy gradient"
         + ("; in real arithmetic only (fast noise)" if run.get("noise") == "fast" else "")
     )
+
+
+def _delta(run: Mapping[str, Any]) -> str:
+    """δ, and what is added to it for sums whose rounding error may not have been noticed."""
+    added = run.get("delta_added")
+    return f"{run['delta']:g} + {rounded_up(added)}" if added else f"{run['delta']:g}"
 
 
 def page(plan: Plan, run: Mapping[str, Any]) -> str:

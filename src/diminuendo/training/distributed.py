@@ -180,12 +180,13 @@ class RankSpending(Spending):
         state: Mapping[str, Any] | None = None,
         *,
         seen: int | None = None,
+        receipt: Mapping[str, Any] | None = None,
         events: Iterable[GaussianStep] = (),
     ) -> int:
         """Begin or go on, on the first rank; returns how many steps are spent."""
 
         def on_first() -> tuple[GaussianStep, ...]:
-            self._first.resume(state, seen=seen, events=events)
+            self._first.resume(state, seen=seen, receipt=receipt, events=events)
             return self._first.granted
 
         granted = self._group.agree(on_first)
@@ -193,6 +194,10 @@ class RankSpending(Spending):
         for event in granted:
             self._record(event)
         return self.steps
+
+    def receipt(self, upto: int | None = None) -> dict[str, Any]:
+        """The first rank's receipt, on all ranks."""
+        return self._group.agree(lambda: self._first.receipt(upto))
 
     def close(self, reason: str = "done") -> None:
         """End the first rank's; not collective, so that one rank alone can end after an error."""

@@ -8,14 +8,15 @@ saved state, each on disk before its step is released.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diminuendo import _files, _validate, events
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
+from diminuendo.spending import Spending
 
 VERSION = 1
 
@@ -23,12 +24,14 @@ VERSION = 1
 class Entry(NamedTuple):
     """Steps before `upto` may have been released.
 
-    `events` are those from step `since` on, where no plan says what they were.
+    `events` are those from step `since` on, where no plan says what they were; `receipt` is what
+    the spending gave when this was written, and tells it later whether this is the last word.
     """
 
     upto: int = 0
     since: int = 0
     events: tuple[GaussianStep, ...] = ()
+    receipt: Mapping[str, Any] | None = None
 
     def after(self, step: int) -> tuple[GaussianStep, ...]:
         """The written events from a step on."""
@@ -51,6 +54,7 @@ class Journal:
         self._writes = writes
         self._reserved = 0
         self._events: list[GaussianStep] = []
+        self._receipt: Mapping[str, Any] = {}
 
     def read(self, *, saved: int = 0) -> Entry:
         """What the file says; without one nothing was released, if no step is in a saved state."""
@@ -78,17 +82,25 @@ class Journal:
                     remedy="Start in another folder.",
                 )
             granted = tuple(events.from_dict(event) for event in data["events"])
-            return Entry(int(data["reserved"]), int(data["since"]), granted)
-        except (KeyError, TypeError, AttributeError):
+            receipt = dict(data.get("receipt", {}))
+            return Entry(int(data["reserved"]), int(data["since"]), granted, receipt)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
             raise InputError("a journal", name="the journal", value=str(self.path)) from None
 
-    def before_release(self, step: int, event: GaussianStep, *, planned: bool) -> None:
+    def before_release(
+        self, step: int, event: GaussianStep, spending: Spending, *, planned: bool
+    ) -> None:
         """Durably: this step (0, 1, …) may be released from now on."""
         if not planned:
             self._events.append(event)
+            self._receipt = spending.receipt()
             self._write(step + 1, step + 1 - len(self._events), self._events)
         elif step >= self._reserved:
-            self._write(min(step + self._every, self._steps))
+            upto = min(step + self._every, self._steps)
+            self._receipt = spending.receipt(spending.steps + upto - step - 1)
+            self._write(upto)
 
     def saved(self, step: int) -> None:
         """A state after so many steps is on disk: none beyond them has been released."""
@@ -107,6 +119,7 @@ class Journal:
             "reserved": upto,
             "since": since,
             "events": [events.to_dict(event) for event in written],
+            "receipt": self._receipt,
         }
         if self._writes:
             _files.write_text(self.path, json.dumps(content))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan, PlanWarning, mismatch
 from diminuendo.training.guard import check_scheduler
+
+_CLOSE = 1e-4
 
 
 class PlannedRates(LambdaLR):
@@ -27,6 +32,56 @@ class PlannedRates(LambdaLR):
             warnings.simplefilter("ignore")
             while self.last_epoch < step:
                 self.step()
+
+
+class Watch:
+    """Warns, once, where an optimizer steps with another learning rate than the plan has.
+
+    For loops of one's own, which nothing else can look into. The learning rate of the first step
+    that is seen is taken as the unit of the plan's.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], rates: Sequence[float], taken: Callable[[], int | None]
+    ) -> None:
+        """`taken` says how many steps are over, or None once there is nothing to watch."""
+        self._own = {id(parameter) for parameter in parameters}
+        self._rates, self._taken = rates, taken
+        self._unit: float | None = None
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        step = self._taken()
+        if step is None:
+            self.stop()
+            return
+        group = self._group(optimizer)
+        if group is None or not 0 < step <= len(self._rates):
+            return
+        used, planned = float(group["lr"]), self._rates[step - 1]
+        if self._unit is None:
+            self._unit = used / planned if planned > 0 else None
+            return
+        if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
+            return
+        self.stop()
+        warnings.warn(
+            f"The learning rate of step {step} is {used:.6g}, where the plan has "
+            f"{self._unit * planned:.6g}: its noise was made for its own learning rates. Let "
+            "follow_plan(optimizer, plan) set them, or plan for yours with lr=….",
+            PlanWarning,
+            stacklevel=4,
+        )
+
+    def _group(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in self._own for parameter in group["params"]):
+                return group
+        return None
 
 
 def follow_plan(

@@ -143,6 +143,8 @@ def fit(
         scheduler = lr_scheduler
         if policy is None:
             scheduler = follow_plan(steps_by, plan, lr_scheduler, strict=strict)
+            if lr_scheduler is not None and private.watch is not None:
+                private.watch.stop()  # what there was to say about it has been said
         else:
             check_scheduler(lr_scheduler, steps_by)
         if checkpoints is not None and journal is not None:

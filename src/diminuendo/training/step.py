@@ -13,6 +13,7 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Entry, Journal
+from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.sampling import Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
@@ -125,10 +127,23 @@ class PrivateGradients:
         """How many of them a crash cost: spent, and not taken."""
         self.released: tuple[Tensor, ...] = ()
         """The last step's private gradient, one tensor for each parameter, in its shape."""
+        self.watch = self._watch_learning_rates()
+        """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
+
+    def _watch_learning_rates(self) -> Watch | None:
+        if self.plan.lr is None or self.policy is not None:
+            return None
+        own = weakref.ref(self)
+
+        def taken() -> int | None:
+            private = own()
+            return None if private is None else private.step
+
+        return Watch(self.engine.parameters, self.plan.lr.tolist(), taken)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):
@@ -248,7 +263,8 @@ class PrivateGradients:
         self._open = _Open(clip, total)
         if self.journal is not None:
             with self._or_abandon():
-                self.journal.before_release(self.step, event, planned=self.policy is None)
+                planned = self.policy is None
+                self.journal.before_release(self.step, event, self.spending, planned=planned)
 
     def _release(self, total: NoisySum) -> None:
         """The noisy sum over the divisor, to p.grad."""
@@ -263,18 +279,19 @@ class PrivateGradients:
 
     @property
     def _certified(self) -> bool:
-        """Whether rounding errors of the sums are bounded and counted: all but fast noise asks it."""
+        """Whether rounding errors of the sums are bounded and counted: not with fast noise."""
         return not isinstance(self.mechanism.noise, FastNoise)
 
     @property
     def delta_added(self) -> float:
-        """What is to be added to δ: the probability that some sum of the whole plan passes for
-        more exact than it is (docs/rounding.md). From public facts; 0 with fast noise."""
+        """What is to be added to δ: the probability that some sum of the whole plan, or of a
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
+        facts; 0 with fast noise."""
         if not self._certified:
             return 0.0
         largest = self.sampler.micro_batch or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
-        return 2 * FAILURE * calls * self.plan.steps
+        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -386,6 +403,7 @@ class PrivateGradients:
         now = self.spending.resume(
             None if state is None else state["spending"],
             seen=seen,
+            receipt=entry.receipt,
             events=self._planned(step) if self.policy is None else entry.after(step),
         )
         if state is not None:
@@ -406,6 +424,8 @@ class PrivateGradients:
         The journal then says which steps were paid for, and no more: this is no crash.
         """
         self.engine.close()
+        if self.watch is not None:
+            self.watch.stop()
         if self.journal is not None:
             self.journal.settle(self.charged)
 

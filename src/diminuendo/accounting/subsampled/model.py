@@ -25,6 +25,7 @@ from diminuendo.accounting.subsampled.solve import TAIL_SHARE
 from diminuendo.accounting.subsampled.transform import (
     ComplexArray,
     outcome_range,
+    product,
     tilted_transforms,
 )
 from diminuendo.errors import InputError
@@ -63,19 +64,22 @@ class _Table:
         self._log_mass = CubicSpline(x, np.log(np.maximum(made.log_mass, 1e-300)))
         self._shape = CubicSpline(x, (made.phi - 1) * np.exp(2 * x)[:, None])
 
-    def __call__(self, x: float) -> tuple[Vector, tuple[ComplexArray, ...]]:
-        """ln ψ at zero frequency and ψ over it at all, each with two derivatives in x."""
-        inner = min(x, self.high)
-        decay = math.exp(-2 * (x - inner))
-        mass = math.exp(float(self._log_mass(inner))) * decay
-        slope = float(self._log_mass(inner, 1)) if x == inner else -2.0
-        bend = float(self._log_mass(inner, 2)) if x == inner else 0.0
-        shape, one, two = (self._shape(inner, order) for order in (0, 1, 2))
-        if x > inner:
-            one, two = np.zeros_like(shape), np.zeros_like(shape)
-        scale = math.exp(-2 * x)
+    def __call__(self, x: Vector) -> tuple[Vector, Vector, tuple[ComplexArray, ...]]:
+        """ln ψ at zero frequency and ψ over it at all, each with two derivatives in x.
+
+        Beyond the last node the mass falls like 1/σ² and the shape stays as it is there.
+        """
+        inner = np.minimum(x, self.high)
+        inside = x <= self.high
+        mass = np.exp(self._log_mass(inner) - 2 * (x - inner))
+        slope = np.where(inside, self._log_mass(inner, 1), -2.0)
+        bend = np.where(inside, self._log_mass(inner, 2), 0.0)
+        shape = self._shape(inner)
+        one, two = (inside[:, None] * self._shape(inner, order) for order in (1, 2))
+        scale = np.exp(-2 * x)[:, None]
         return (
-            np.array([mass, mass * slope, mass * (bend + slope**2)]),
+            mass,
+            np.stack([mass * slope, mass * (bend + slope**2)]),
             (
                 1 + scale * shape,
                 scale * (one - 2 * shape),
@@ -138,33 +142,31 @@ class DeltaModel:
 
     def __call__(self, log_sigmas: Vector, *, derivatives: bool = True) -> LogDelta:
         """ln δ of steps with these ln σ; without `derivatives` the Hessian is empty."""
-        logs, firsts, seconds = [], [], []
-        for x, rate in zip(log_sigmas, self._rates, strict=True):
-            if rate == 1:
-                value = self._gaussian * math.exp(-2 * x)
-                logs.append(value)
-                firsts.append(-2 * value)
-                seconds.append(4 * value)
-                continue
-            mass, (phi, one, two) = self._tables[float(rate)](max(float(x), self.low))
+        logs = np.empty((log_sigmas.size, self._weights.size), dtype=np.complex128)
+        first, second = np.empty_like(logs), np.empty_like(logs)
+        full = self._rates == 1
+        logs[full] = np.exp(-2 * log_sigmas[full])[:, None] * self._gaussian
+        first[full], second[full] = -2 * logs[full], 4 * logs[full]
+        for rate, table in self._tables.items():
+            mine = self._rates == rate
+            mass, slopes, (phi, one, two) = table(np.maximum(log_sigmas[mine], self.low))
             phi = np.where(np.abs(phi) < 1e-12, 1e-12, phi)
             ratio = one / phi
-            logs.append(mass[0] + np.log(phi))
-            firsts.append(mass[1] + ratio)
-            seconds.append(mass[2] + two / phi - ratio**2)
+            logs[mine] = mass[:, None] + np.log(phi)
+            first[mine] = slopes[0][:, None] + ratio
+            second[mine] = slopes[1][:, None] + two / phi - ratio**2
         counts = self._counts
-        total = counts @ np.array(logs)
+        total = counts @ logs
         peak = float(total[0].real)
         terms = self._weights * np.exp(total - peak)
         size = float(terms.real.sum())
         if not size > 0:
-            raise InputError("within reach of the model", name="sigmas", value=float(peak))
+            raise InputError("within reach of the model", name="sigmas", value=peak)
         share = terms / size
-        first = counts[:, None] * np.array(firsts)
-        gradient = (first @ share).real
+        first *= counts[:, None]
+        gradient = np.asarray((first @ share).real)
         value = math.log(size) + peak + self._offset
         if not derivatives:
             return LogDelta(value, gradient, np.empty((0, 0)))
-        hessian = ((first * share) @ first.T).real - np.outer(gradient, gradient)
-        hessian += np.diag(counts * (np.array(seconds) @ share).real)
-        return LogDelta(value, gradient, hessian)
+        crossed = product((first * share).T, first.T).real - np.outer(gradient, gradient)
+        return LogDelta(value, gradient, crossed + np.diag(counts * (second @ share).real))

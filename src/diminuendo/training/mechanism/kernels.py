@@ -192,7 +192,7 @@ def add_rounded_gaussian(total: Tensor, grid: Grid, key: bytes) -> tuple[list[in
     sums = handed_back[1 + room :].view(torch.float64)
     numbers = np.array([grid.spacing, 1 / grid.spacing, grid.deviation, grid.limit]).tobytes()
     sent = _sent(numbers + key, total.device)
-    with torch.cuda.device_of(total):
+    with torch.cuda.device_of(total):  # type: ignore[no-untyped-call]
         _add[(triton.cdiv(size, cipher.WORDS_PER_BLOCK * _BLOCKS),)](
             total,
             size,
@@ -223,7 +223,7 @@ def keystream(key: bytes, size: int, device: torch.device | str) -> Tensor:
     """`size` words, a multiple of 1024, of the stream that `cipher.keystream` makes, as int64."""
     out = torch.empty(size, dtype=torch.int64, device=device)
     programs = size // (cipher.WORDS_PER_BLOCK * _BLOCKS)
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
         _store_words[(programs,)](out, _sent(key, out.device).view(torch.int32), BLOCKS=_BLOCKS)
     return out
 

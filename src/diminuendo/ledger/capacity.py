@@ -1,4 +1,4 @@
-"""What there is room for: what can be granted, what would fit, what goes back."""
+"""What fits into a budget: how much can be granted, what noise would fit, what is given back."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from diminuendo.ledger.rows import Status
 from diminuendo.ledger.terms import Terms
 
 _MANY = 1000
-"""Events beyond which a refusal does not work out the noise that would fit."""
+"""With more events than this, a refusal does not compute the noise that would fit."""
 
 
-class NoRoom(Exception):
-    """There is less than was asked for."""
+class NotEnoughLeft(Exception):
+    """Less is left of a budget than was asked for."""
 
     def __init__(self, status: Status) -> None:
         self.status = status
 
 
 def affordable(
-    status: Status, asked: list[GaussianStep], costs: list[int], most: bool
+    status: Status, asked: list[GaussianStep], costs: list[int], partial: bool
 ) -> tuple[list[GaussianStep], int]:
-    """What can be granted and its cost; NoRoom where that is not enough."""
-    room = status.terms.limit - status.spent_units
-    if sum(costs) <= room:
+    """The events that can be granted and their cost; raises NotEnoughLeft if they are too few."""
+    left = status.terms.limit - status.spent_units
+    if sum(costs) <= left:
         return asked, sum(costs)
-    if not most:
-        raise NoRoom(status)
-    given, spent = [], 0
+    if not partial:
+        raise NotEnoughLeft(status)
+    granted, spent = [], 0
     for event, cost in zip(asked, costs, strict=True):
-        count = min(event.count, (room - spent) // (cost // event.count))
+        count = min(event.count, (left - spent) // (cost // event.count))
         if count > 0:
-            given.append(replace(event, count=count))
+            granted.append(replace(event, count=count))
             spent += count * (cost // event.count)
         if count < event.count:
             break
-    if not given:
-        raise NoRoom(status)
-    return given, spent
+    if not granted:
+        raise NotEnoughLeft(status)
+    return granted, spent
 
 
 def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
-    """What is left, what was asked for, and what would fit."""
+    """The message of a refusal: what is left, what was asked for, and what would fit."""
     name, left = status.terms.name, status.left
     share = float(min(Fraction(cost, status.terms.limit), Fraction(10) ** 300))
     epsilon = 0.0 if left is None else left.epsilon
@@ -56,20 +56,20 @@ def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
     words = (
         f"The budget {name!r} has {max(1 - status.spent, 0):.3%} left "
         f"(ε = {math.floor(epsilon * 1e4) / 1e4:g} at δ = {status.terms.budget.delta:g}); "
-        f"asked for were {steps} steps, which cost {_share(share)}."
+        f"{steps} steps were asked for, which cost {_share(share)}."
     )
     if len(asked) > _MANY:
-        return f"{words} Ledger.fitting finds the noise with which they fit."
+        return f"{words} Ledger.scaled_to_fit finds noise with which they fit."
     try:
-        factor = louder_by(status, asked)
+        factor = noise_factor_to_fit(status, asked)
     except BudgetRefused:
-        return f"{words} Nothing is left to plan with."
+        return f"{words} Too little is left for any plan."
     words += f" The same steps with every σ × {math.ceil(factor * 1e3) / 1e3:g} would fit"
     if status.terms.order is not None:
-        return f"{words} (Ledger.fitting)."
+        return f"{words} (Ledger.scaled_to_fit)."
     return (
-        f"{words} (Ledger.fitting); or plan with what is left (Ledger.remaining, or diminuendo "
-        f"plan --epsilon {math.floor(epsilon * 1e4) / 1e4:g})."
+        f"{words} (Ledger.scaled_to_fit); or plan with what is left (Ledger.remaining, or "
+        f"diminuendo plan --epsilon {math.floor(epsilon * 1e4) / 1e4:g})."
     )
 
 
@@ -77,17 +77,17 @@ def _share(share: float) -> str:
     return f"{share:.3%} of it" if share < 1e4 else f"{share:.3g} times the whole of it"
 
 
-def louder_by(status: Status, events: Sequence[GaussianStep]) -> float:
-    """The least factor on every σ (to 1e-9) with which the events fit; 1 where they fit as is."""
-    terms, room = status.terms, status.terms.limit - status.spent_units
+def noise_factor_to_fit(status: Status, events: Sequence[GaussianStep]) -> float:
+    """The smallest factor on every σ (within 1e-9) with which the events fit; 1 if they do."""
+    terms, left = status.terms, status.terms.limit - status.spent_units
 
     def fits(factor: float) -> bool:
-        louder = [replace(e, noise_multiplier=e.noise_multiplier * factor) for e in events]
-        return sum(terms.costs(louder)) <= room
+        scaled = [replace(e, noise_multiplier=e.noise_multiplier * factor) for e in events]
+        return sum(terms.costs(scaled)) <= left
 
     if fits(1.0):
         return 1.0
-    if room <= 0:
+    if left <= 0:
         raise BudgetRefused(f"Nothing is left of the budget {terms.name!r}.")
     low, high = 1.0, 2.0
     while not fits(high):
@@ -101,7 +101,7 @@ def louder_by(status: Status, events: Sequence[GaussianStep]) -> float:
 
 
 def refund_of(terms: Terms, grant: Mapping[str, Any], used: int) -> int:
-    """What of a grant's cost goes back when the run's steps from `used` on were not taken."""
+    """How much of a grant's cost is given back if the run took its first `used` steps only."""
     first, cost = int(grant["first"]), int(grant["cost"])
     if used <= first:
         return cost

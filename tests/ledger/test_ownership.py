@@ -1,4 +1,4 @@
-"""One charge, one release: runs that end, fork, are copied, come back, or lose an answer."""
+"""One charge, one release: runs that end, fork, are copied, resumed, or lose an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ledgers import in_child, step
 from paid_runs import BUDGET, STEPS, plan, train
 
-from diminuendo import BudgetRefused, InputError, Ledger, UsageError
+from diminuendo import BudgetRefused, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import LedgerSpending, verify
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending
@@ -138,19 +138,23 @@ def test_threads_share_a_plan_step_by_step(b: Ledger) -> None:
 
 
 def crashed(b: Ledger, steps: int, **options: Any) -> tuple[dict[str, Any], str]:
-    """The state that a process left behind that died after so many steps."""
+    """The state that a process left behind that died after so many steps, and its run.
+
+    With it, under "receipt", what its journal held.
+    """
     reader, writer = os.pipe()
 
     def work() -> None:
         spending = LedgerSpending(b, "b", made(), block=4, **options)
         take(spending, FADING[:steps])
-        os.write(writer, json.dumps(spending.state()).encode())
+        left = {"state": spending.state(), "receipt": spending.receipt(steps)}
+        os.write(writer, json.dumps(left).encode())
 
     os.waitpid(in_child(work), 0)
-    state = json.loads(os.read(reader, 10_000))
+    left = json.loads(os.read(reader, 10_000))
     os.close(reader)
     os.close(writer)
-    return state, state["run"]
+    return {**left["state"], "receipt": left["receipt"]}, left["state"]["run"]
 
 
 def taken_up(
@@ -160,7 +164,8 @@ def taken_up(
     spending = LedgerSpending(b, "b", made(), block=4, **options)
     taken = sum(event["count"] for event in state["granted"])
     after = [step(sigma) for sigma in FADING[taken:]] if known else []
-    assert spending.resume(state, seen=seen, events=after) == spending.steps
+    receipt = state.get("receipt")
+    assert spending.resume(state, seen=seen, receipt=receipt, events=after) == spending.steps
     return spending
 
 
@@ -175,7 +180,7 @@ def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
     two = taken_up(b, state, seen=2)
     assert two.steps == 4, "what the first copy started may be out"
     take(one, FADING[3:4])
-    with pytest.raises(InputError, match="in the hands"):
+    with pytest.raises(UsageError, match="now belongs to another process"):
         one.request(step(5.0))
     one.close()
     assert b.run(run).status == "open"
@@ -185,15 +190,68 @@ def test_two_copies_of_a_state_release_each_step_once(b: Ledger) -> None:
     verify(b)
 
 
+def test_an_older_copy_of_the_journal_is_not_believed(b: Ledger) -> None:
+    """The original went on after the copy was made, and died; nobody resumed it in between."""
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        spending = LedgerSpending(b, "b", made(), block=1)
+        take(spending, FADING[:1])
+        copy = {**spending.state(), "receipt": spending.receipt(1)}
+        take(spending, FADING[1:2])
+        spending.receipt(2)
+        take(spending, FADING[2:4])
+        os.write(writer, json.dumps(copy).encode())
+
+    os.waitpid(in_child(work), 0)
+    copy = json.loads(os.read(reader, 10_000))
+    os.close(reader)
+    os.close(writer)
+    spending = taken_up(b, copy, seen=1)
+    assert spending.steps == 4, "what the original may have released is not taken again"
+    take(spending, FADING[4:])
+    spending.close()
+    assert spent(b) == cost(b, FADING)
+    verify(b)
+
+
+@pytest.mark.parametrize("ahead", ["plan", 4])
+def test_a_request_that_takes_effect_late_is_charged_once(
+    b: Ledger, monkeypatch: pytest.MonkeyPatch, ahead: Any
+) -> None:
+    """The server carries a grant out only after the client has given up and looked at its run."""
+    late: list[Any] = []
+    change = b._store.change
+
+    def delayed(work: Any, *, token: Any = None, same: Any = None) -> Any:
+        if not late and "operations.grant" in repr(work) + repr(getattr(work, "func", "")):
+            late.append(lambda: change(work, token=token, same=same))
+            raise LedgerError("The ledger could not be used: timeout.")
+        return change(work, token=token, same=same)
+
+    sigmas = [100.0] * 4 + [3.0] * 4
+    spending = LedgerSpending(b, "b", made(sigmas), ahead=ahead)
+    monkeypatch.setattr(b._store, "change", delayed)
+    monkeypatch.setattr("diminuendo.ledger.operations.grant.__qualname__", "operations.grant")
+    with pytest.raises(LedgerError, match="timeout"):
+        spending.request(step(100.0))
+    assert b.runs("b")[-1].granted == 0, "not yet"
+    late[0]()
+    take(spending, sigmas)
+    spending.close()
+    assert spent(b) == cost(b, sigmas)
+    verify(b)
+
+
 def test_who_lives_keeps_its_run(b: Ledger) -> None:
     state, run = crashed(b, 2)
     taken_up(b, state)
     assert b.run(run).opened["pid"] == os.getpid(), "who has it now is who counts"
-    with pytest.raises(InputError, match="alive on this machine"):
-        b.release(run)
+    with pytest.raises(UsageError, match="alive"):
+        b.reclaim(run)
 
     def child() -> None:
-        with pytest.raises(InputError, match="alive on this machine"):
+        with pytest.raises(UsageError, match="alive"):
             b.resume_run(run)
 
     assert os.waitpid(in_child(child), 0)[1] == 0
@@ -205,13 +263,13 @@ def test_a_zombie_is_dead(b: Ledger) -> None:
 
     child = in_child(work)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    b.release(b.runs("b")[0].id)
+    b.reclaim(b.runs("b")[0].id)
     os.waitpid(child, 0)
 
 
 def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
     state, run = crashed(b, 2)
-    b.release(run)
+    b.reclaim(run)
     spending = taken_up(b, state, seen=3)
     assert spending.run != run
     assert spending.steps == 4, "started in the first run, and paid there"
@@ -223,7 +281,7 @@ def test_a_run_that_was_released_goes_on_in_another(b: Ledger) -> None:
 
 def test_a_state_that_holds_what_was_given_back_pays_again(b: Ledger) -> None:
     state, run = crashed(b, 3)
-    b.release(run, unreleased=True)
+    b.reclaim(run, unreleased=True)
     assert spent(b) == 0
     spending = taken_up(b, state)
     assert spent(b) == cost(b, FADING)
@@ -309,5 +367,5 @@ def test_a_token_answers_one_request(b: Ledger) -> None:
         with pytest.raises(InputError, match="token"):
             again()
     assert b.head == before
-    part = b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most")
-    assert b.grant(two.id, [step(50.0, count=10**6)], most=True, token="most") == part
+    part = b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most")
+    assert b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most") == part

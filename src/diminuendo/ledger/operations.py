@@ -1,0 +1,241 @@
+"""What each operation does inside the transaction that holds the head of the chain.
+
+Each function takes the `Change`, checks the state, stores the new one and appends the record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diminuendo.errors import InputError, UsageError
+from diminuendo.events import GaussianStep
+from diminuendo.ledger import process, rows
+from diminuendo.ledger.capacity import affordable, refund_of
+from diminuendo.ledger.records import Record, canonical, pack
+from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Run
+from diminuendo.ledger.store import Change
+from diminuendo.ledger.terms import Terms
+
+
+class BudgetExists(Exception):
+    """There is a budget of this name already; `terms` are its own."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+
+
+def answers(
+    kind: str,
+    *,
+    budget: str | None = None,
+    run: str | None = None,
+    body: Mapping[str, Any] | None = None,
+    also: Callable[[Record], bool] = lambda _: True,
+) -> Callable[[Record], bool]:
+    """A test whether a record is the answer to this request."""
+    expected = json.loads(canonical(body or {}))
+
+    def same(record: Record) -> bool:
+        return (
+            record.kind == kind
+            and budget in (None, record.budget)
+            and run in (None, record.run)
+            and all(record.body[name] == value for name, value in expected.items())
+            and also(record)
+        )
+
+    return same
+
+
+def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
+    """Create a budget. Takes the same time however many there are."""
+    existing = rows.existing_budget(change.connection, terms.name)
+    if existing is not None:
+        raise BudgetExists(existing.terms)
+    rows.refuse_second_budget(change.connection, terms, allow_second)
+    status = rows.add_budget(change.connection, terms)
+    body = {"terms": terms.to_dict(), "by": process.user_name()}
+    return rows.write(change, "create", status, None, body)
+
+
+def open_run(change: Change, *, name: str, label: str, plan: str, data: str | None) -> Record:
+    """Open a run on a budget."""
+    status = rows.budget_in(change.connection, name)
+    rows.refuse_other_data(status.terms, data)
+    opened = {"label": label, "plan": plan, "turn": 0, **process.this_process()}
+    run = Run(uuid.uuid4().hex[:16], name, OPEN, 0, 0, 0, 0, opened)
+    rows.add_run(change.connection, run)
+    return rows.write(change, "open", status, run, opened)
+
+
+def resume_run(change: Change, *, run: str, data: str | None) -> Record:
+    """Make this process the owner of an open run."""
+    before = rows.open_run_in(change.connection, run)
+    status = rows.budget_in(change.connection, before.budget)
+    rows.refuse_other_data(status.terms, data)
+    if before.opened["pid"] != os.getpid() and process.is_alive(before.opened):
+        raise still_alive(before)
+    owner = {**process.this_process(), "turn": before.generation + 1}
+    now = replace(before, opened={**before.opened, **owner})
+    return rows.write(change, "resume", status, now, owner)
+
+
+@dataclass(frozen=True)
+class GrantRequest:
+    """The arguments of `Ledger.grant`, with the price of each event."""
+
+    run: str
+    events: list[GaussianStep]
+    costs: list[int]
+    first: int | None
+    start: bool
+    partial: bool
+    confirmed: int | None
+    generation: int | None
+
+    def is_answered_by(self, record: Record) -> bool:
+        """Whether a record grants what is asked for here."""
+        granted, asked = list(record.body["events"]), pack(self.events)
+        if self.partial and granted:
+            asked = asked[: len(granted)]
+            asked[-1][2] = min(asked[-1][2], granted[-1][2])
+        return (
+            granted == asked
+            and record.body["started"] is self.start
+            and self.first in (None, record.body["first"])
+        )
+
+
+def grant(change: Change, *, request: GrantRequest) -> Record:
+    """Charge events to a run's budget; raises NotEnoughLeft if they do not fit."""
+    before = rows.open_run_in(change.connection, request.run, request.generation)
+    if request.first not in (None, before.granted):
+        raise UsageError(
+            f"Run {before.id} was granted {before.granted} steps, and not the {request.first} that "
+            "this request follows: an earlier request took effect late, or another process has "
+            "asked for the same run. Nothing was charged by this one. Look at the run again "
+            "before asking for more."
+        )
+    status = rows.budget_in(change.connection, before.budget)
+    events, cost = affordable(status, request.events, request.costs, request.partial)
+    steps = sum(event.count for event in events)
+    granted = before.granted + steps
+    run = replace(
+        before,
+        granted=granted,
+        started=granted if request.start else before.started,
+        confirmed=rows.confirmed_of(before, request.confirmed),
+        spent_units=before.spent_units + cost,
+        nonce=change.token if request.start else before.nonce,
+    )
+    body = {
+        "events": pack(events),
+        "first": before.granted,
+        "steps": steps,
+        "cost": str(cost),
+        "started": request.start,
+        "confirmed": run.confirmed,
+    }
+    now = replace(status, spent_units=status.spent_units + cost)
+    return rows.write(change, "grant", now, run, body)
+
+
+def start(
+    change: Change,
+    *,
+    run: str,
+    upto: int,
+    previous: str | None,
+    confirmed: int | None,
+    generation: int | None,
+) -> Record:
+    """Allow granted steps to be released, if the last start is the one that the caller knows."""
+    before = rows.open_run_in(change.connection, run, generation)
+    if previous not in (None, before.nonce):
+        raise UsageError(
+            f"Steps of run {run} were started since this process last did so (up to step "
+            f"{before.started}): an earlier request took effect late, or another process has the "
+            "same run. Nothing was started. Resume the run, which goes on from there."
+        )
+    if not before.started <= upto <= before.granted:
+        raise InputError(
+            f"from {before.started} to {before.granted}, what was granted",
+            name="upto",
+            value=upto,
+        )
+    now = replace(
+        before,
+        started=upto,
+        confirmed=rows.confirmed_of(before, confirmed),
+        nonce=change.token,
+    )
+    status = rows.budget_in(change.connection, before.budget)
+    return rows.write(change, "start", status, now, {"upto": upto, "confirmed": now.confirmed})
+
+
+def close_run(
+    change: Change, *, run: str, used: int, reason: str, generation: int | None
+) -> Record:
+    """End a run of which `used` steps were taken."""
+    before = rows.open_run_in(change.connection, run, generation)
+    if not before.confirmed <= used <= before.started:
+        raise InputError(
+            f"from {before.confirmed} (confirmed) to {before.started} (started)",
+            name="used",
+            value=used,
+        )
+    return _give_back(change, before, used, CLOSED, "close", {"reason": reason})
+
+
+def reclaim(change: Change, *, run: str, by: str, unreleased: bool, dead: bool) -> Record:
+    """End the run of a process that died."""
+    before = rows.open_run_in(change.connection, run)
+    alive = process.is_alive(before.opened)
+    if alive:
+        raise still_alive(before)
+    if alive is None and not dead:
+        raise UsageError(
+            f"This machine cannot tell whether process {before.opened['pid']} on host "
+            f"{before.opened['host']}, which owns run {run}, is dead: it was started on another "
+            "machine, before a reboot, or in another container. Nothing was given back. If you "
+            "know that it is dead, say --yes-it-is-dead (dead=True)."
+        )
+    used = before.confirmed if unreleased else before.started
+    assertion = {"by": by, "assumed": process.reclaim_assumption(before, unreleased)}
+    return _give_back(change, before, used, RECLAIMED, "reclaim", assertion)
+
+
+def _give_back(
+    change: Change, before: Run, used: int, status: str, kind: str, details: Mapping[str, Any]
+) -> Record:
+    """End a run and give back the cost of its steps from number `used` on."""
+    budget = rows.budget_in(change.connection, before.budget)
+    returned = 0
+    for record in rows.grants_of(change.connection, before.id):
+        if record.body["first"] + record.body["steps"] <= used:
+            break
+        returned += refund_of(budget.terms, record.body, used)
+    now = replace(
+        before,
+        status=status,
+        started=used,
+        confirmed=used if kind == "close" else before.confirmed,
+        spent_units=before.spent_units - returned,
+    )
+    body = {"used": used, "returned": str(returned), **details}
+    left = replace(budget, spent_units=budget.spent_units - returned)
+    return rows.write(change, kind, left, now, body)
+
+
+def still_alive(run: Run) -> UsageError:
+    """The error for who wants a run whose owner is alive."""
+    opened = run.opened
+    return UsageError(
+        f"Run {run.id} belongs to process {opened['pid']} on host {opened['host']}, which is alive "
+        "on this machine. Stop it first. A run that ends by itself gives back what it did not use."
+    )
