@@ -101,6 +101,14 @@ def train(
             help="exact (the default), or fast: then the claim is for real arithmetic only."
         ),
     ] = None,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="The output folder was moved here or restored, and no other copy of it has gone "
+            "on or will.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a PyTorch model by a plan; writes model, plan, events, result and report.
@@ -161,7 +169,7 @@ def train(
                 workers=training.get("workers", 0),
                 device=training.get("device"),
                 spending=_spending(settings, here, plan, data, progress=not as_json),
-                folder=_checkpoints(output / "checkpoint", training),
+                folder=_checkpoints(output / "checkpoint", training, moved),
                 progress=not as_json,
                 reveal_training_loss=reveal_training_loss
                 or training.get("reveal_training_loss", False),
@@ -406,10 +414,10 @@ def _spending(
         return ledger.pay(section["budget"], plan, data=data, progress=shown)
 
 
-def _checkpoints(folder: Path, training: Mapping[str, Any]) -> Checkpoints:
+def _checkpoints(folder: Path, training: Mapping[str, Any], moved: bool) -> Checkpoints:
     from diminuendo.training import Checkpoints
 
-    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every))
+    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every), moved)
 
 
 def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:

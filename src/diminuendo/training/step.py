@@ -394,7 +394,7 @@ class PrivateGradients:
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
         step = 0 if state is None else int(state["step"])
-        entry = Entry() if self.journal is None else self.journal.read(saved=step)
+        entry = Entry() if self.journal is None else self.group.agree(lambda: self._read(step))
         seen: int | None = spent + max(entry.upto - step, 0)
         if not self.private:
             seen = spent
@@ -411,6 +411,15 @@ class PrivateGradients:
         self.lost += now - spent
         self.step = step + now - spent
         self._begun = True
+
+    def _read(self, step: int) -> Entry:
+        """The journal's word; where nobody else keeps count, also of the journal's copies."""
+        assert self.journal is not None
+        return self.journal.read(
+            saved=step,
+            planned=self.policy is None,
+            alone=self.private and not self.spending.durable,
+        )
 
     def _planned(self, step: int) -> Iterable[GaussianStep]:
         """The plan's single steps from one on."""
