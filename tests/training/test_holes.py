@@ -399,3 +399,60 @@ def test_a_budget_for_patients_is_not_spent_by_rows(tmp_path: Path) -> None:
         assert ledger.status("patients").spent_units == 0
         result = run(LINEAR.model(), LINEAR.plan(steps=3, examples=7), groups=PATIENTS, **options)
         assert result.status == "done"
+
+
+class Stored(nn.Module):
+    """Looks at rows of its own instead of those it is called with."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows, self.linear = rows, nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.rows[: len(x)])
+        return out
+
+
+def test_losses_of_another_batch_in_fit() -> None:
+    x, y = LINEAR.data()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(Stored(x), sampled(), loss=lambda output, _: LOSS(output, y[: len(output)]))
+    model = LINEAR.model()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(
+            model, sampled(), loss=lambda output, _: LOSS(model(x[: len(output)]), y[: len(output)])
+        )
+
+
+def test_losses_of_another_batch_in_one_s_own_loop() -> None:
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, sampled())
+    drawn, _ = next(private.batches((x, y)))
+    others = slice(0, len(drawn))
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        model(x[others])
+    assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x.flip(0),
+        lambda x: x * 2 + 1,
+        lambda x: x.to(torch.float64).to(x.dtype),
+        lambda x: x + 0.01 * torch.randn_like(x),
+    ],
+)
+def test_a_batch_may_be_prepared_on_its_way_to_the_model(way: Any) -> None:
+    model, flips = LINEAR.model(), way(torch.tensor([1.0, 2.0]))[0] == 2
+    private = PrivateGradients(model, sampled())
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(way(x)), y.flip(0) if flips else y))
+    assert private.step == LINEAR.steps
+
+
+def test_a_last_layer_of_zeros_is_healthy() -> None:
+    model = LINEAR.model()
+    nn.init.zeros_(model.weight)
+    data = (LINEAR.data()[0], torch.ones(N, dtype=torch.int64))
+    assert run(model, sampled(), data=data).status == "done"

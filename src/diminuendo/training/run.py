@@ -199,7 +199,9 @@ def _losses(
             continue
         if shapes.new(x, model.training):
             refuse_mixing(model, loss, x, y, shapes.others(x))
-        yield loss(private.model(x), y)
+        outputs = private.model(x)
+        private.guard.expect(outputs)
+        yield loss(outputs, y)
 
 
 def _mean(losses: Tensor) -> float | None:

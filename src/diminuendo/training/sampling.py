@@ -107,6 +107,11 @@ class Source:
         if len(self) == 0:
             raise InputError("at least one example", name="the dataset", value=0)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of a dataset that consists of them; else none."""
+        return self._tensors or ()
+
     def __len__(self) -> int:
         if self._tensors is not None:
             return len(self._tensors[0])
@@ -139,6 +144,36 @@ class Source:
             generator=generator,
             collate_fn=_Collate(dataset, collate or default_collate),
         )
+
+
+class Drawn(NamedTuple):
+    """A batch, and the dataset that it was drawn from."""
+
+    source: Source
+    batch: Any
+
+    def other_rows(self, rows: Tensor) -> bool:
+        """Whether these are rows of the dataset that are not in the batch.
+
+        Told only of a dataset of tensors, by rows that it has once; rows that somebody changed on
+        the way from the batch to the model are in neither.
+        """
+        parts = self.batch if isinstance(self.batch, tuple) else (self.batch,)
+        for whole, part in zip(self.source.tensors, parts, strict=False):
+            if rows.shape != part.shape or rows.dtype != whole.dtype:
+                continue
+            given = rows.detach().to(whole.device)
+            off = given[(given != part).flatten(1).any(1)][:_COMPARED]
+            if len(off) > 1 and all(_count(whole, row) == 1 > _count(part, row) for row in off):
+                return True
+        return False
+
+
+_COMPARED = 8
+
+
+def _count(rows: Tensor, row: Tensor) -> int:
+    return int((rows == row).flatten(1).all(1).sum())
 
 
 class _Lists:

@@ -34,7 +34,7 @@ from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
-from diminuendo.training.sampling import Part, Sampler, Source, precision_of
+from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
 ClipRule = Clip | Callable[[int], Clip]
@@ -117,7 +117,7 @@ class PrivateGradients:
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
         self.guard = guard.Guard(self.engine.model, self.engine.parameters)
-        self.guard.watch(plan.examples, drawn=False)
+        self.guard.watch(plan.examples)
         self.engine.before_forward(self.guard.before_forward)
         source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
         self.mechanism = Mechanism(self.engine.parameters, source, self.group)
@@ -207,7 +207,7 @@ class PrivateGradients:
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch(part.size, drawn=True)
+            self.guard.watch(part.size, Drawn(source, batch))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -275,7 +275,7 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch(self.plan.examples, drawn=False)
+        self.guard.watch(self.plan.examples)
 
     @property
     def _certified(self) -> bool:
@@ -389,7 +389,7 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch(self.plan.examples, drawn=False)
+        self.guard.watch(self.plan.examples)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
