@@ -294,3 +294,21 @@ def test_a_budget_knows_its_data_by_the_file_or_by_the_arrays(
     capsys.readouterr()
     assert main(["train", str(run_file), "--json"]) == (2 if known_by == "other" else 0)
     assert ("the data of the budget" in capsys.readouterr().err) == (known_by == "other")
+
+
+def test_groups_are_a_column_of_the_data(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    patients = np.array([f"p{row % 9}" for row in range(50)])
+    x, y = rng.standard_normal((50, 4)).astype(np.float32), rng.integers(0, 2, 50)
+    np.savez(run_file.parent / "train.npz", x=x, y=y, patient=patients)
+    named = '"train.npz"\ngroups = "patient"'
+    run_file.write_text(run_file.read_text().replace('"train.npz"', named))
+    assert main(["train", str(run_file), "--json"]) == 0
+    plan = dim.Plan.from_json((run_file.parent / "out" / "plan.json").read_text())
+    assert plan.examples == 9
+    capsys.readouterr()
+    run_file.write_text(run_file.read_text().replace('"patient"', '"nobody"'))
+    assert main(["train", str(run_file)]) == 2
+    assert "'patient'" in capsys.readouterr().err

@@ -330,3 +330,129 @@ def test_nothing_healthy_is_refused(kind: str, own: bool) -> None:
         assert looped(PrivateGradients(model, sampled()), data).step == LINEAR.steps
     else:
         assert run(model, sampled(), data=data).status == "done"
+
+
+PATIENTS = [f"patient {row % 7 if row < 20 else 6}" for row in range(N)]
+
+
+def test_every_step_takes_at_most_one_row_of_a_person() -> None:
+    plan = LINEAR.plan(examples=7, sampling_rate=0.5, schedule="uniform", steps=200)
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, plan, seed=5)
+    times, taken = [0] * 7, set()
+    for rows, targets in private.batches((x, y), groups=PATIENTS):
+        numbers = [int((x == row).all(1).nonzero()) for row in rows]
+        persons = [int(PATIENTS[number].split()[1]) for number in numbers]
+        assert len(set(persons)) == len(persons)
+        assert torch.equal(y[numbers], targets)
+        taken.update(numbers)
+        for person in persons:
+            times[person] += 1
+        private.backward(LOSS(model(rows), targets))
+    assert private.divisor == 3.5
+    assert taken == set(range(N)), "each row has its turn"
+    # 200 steps at rate 1/2: 36 are five standard deviations, and the seed is fixed
+    assert all(abs(count - 100) < 36 for count in times), (
+        "a person of many rows is drawn no oftener"
+    )
+
+
+def test_a_person_s_gradients_count_once() -> None:
+    plan = LINEAR.plan(examples=7, steps=3)
+    private = PrivateGradients(LINEAR.model(), plan)
+    sizes = []
+    for x, y in private.batches(LINEAR.data(), groups=torch.tensor([row % 7 for row in range(N)])):
+        sizes.append(len(x))
+        private.backward(LOSS(private.model(x), y))
+    assert sizes == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("groups", "examples", "said"),
+    [
+        (PATIENTS, N, "examples=7"),
+        (PATIENTS[:9], 7, "one for each row"),
+        ([1.5] * N, 1, "whole numbers or text"),
+        ([*PATIENTS[1:], None], 7, "missing"),
+        (np.zeros((N, 2), dtype=int), 1, "one column"),
+    ],
+)
+def test_groups_that_do_not_fit(groups: Any, examples: int, said: str) -> None:
+    with pytest.raises(dim.InputError, match=said):
+        run(LINEAR.model(), LINEAR.plan(examples=examples, steps=3), groups=groups)
+
+
+def test_a_budget_for_patients_is_not_spent_by_rows(tmp_path: Path) -> None:
+    with dim.Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.create("patients", dim.Budget(epsilon=9, delta=1e-5), unit="patient")
+        options = {"ledger": ledger, "budget": "patients"}
+        with pytest.raises(dim.InputError, match="which patient"):
+            run(LINEAR.model(), LINEAR.plan(steps=3), **options)
+        plan = LINEAR.plan(steps=3)
+        private = PrivateGradients(LINEAR.model(), plan, spending=ledger.pay("patients", plan))
+        with pytest.raises(dim.InputError, match="which patient"):
+            looped(private)
+        x, y = LINEAR.data()
+        losses = LOSS(private.model(x), y)
+        with pytest.raises(dim.InputError, match="which patient"):
+            private.backward(losses)
+        assert ledger.status("patients").spent_units == 0
+        result = run(LINEAR.model(), LINEAR.plan(steps=3, examples=7), groups=PATIENTS, **options)
+        assert result.status == "done"
+
+
+class Stored(nn.Module):
+    """Looks at rows of its own instead of those it is called with."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows, self.linear = rows, nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.rows[: len(x)])
+        return out
+
+
+def test_losses_of_another_batch_in_fit() -> None:
+    x, y = LINEAR.data()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(Stored(x), sampled(), loss=lambda output, _: LOSS(output, y[: len(output)]))
+    model = LINEAR.model()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(
+            model, sampled(), loss=lambda output, _: LOSS(model(x[: len(output)]), y[: len(output)])
+        )
+
+
+def test_losses_of_another_batch_in_one_s_own_loop() -> None:
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, sampled())
+    drawn, _ = next(private.batches((x, y)))
+    others = slice(0, len(drawn))
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        model(x[others])
+    assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x.flip(0),
+        lambda x: x * 2 + 1,
+        lambda x: x.to(torch.float64).to(x.dtype),
+        lambda x: x + 0.01 * torch.randn_like(x),
+    ],
+)
+def test_a_batch_may_be_prepared_on_its_way_to_the_model(way: Any) -> None:
+    model, flips = LINEAR.model(), way(torch.tensor([1.0, 2.0]))[0] == 2
+    private = PrivateGradients(model, sampled())
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(way(x)), y.flip(0) if flips else y))
+    assert private.step == LINEAR.steps
+
+
+def test_a_last_layer_of_zeros_is_healthy() -> None:
+    model = LINEAR.model()
+    nn.init.zeros_(model.weight)
+    data = (LINEAR.data()[0], torch.ones(N, dtype=torch.int64))
+    assert run(model, sampled(), data=data).status == "done"

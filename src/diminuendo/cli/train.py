@@ -28,11 +28,12 @@ from diminuendo.report import run as run_report
 if TYPE_CHECKING:
     from diminuendo.ledger import LedgerSpending
     from diminuendo.training import Checkpoints, Result
+    from diminuendo.training.groups import Groups
 
 _NUMBER = (int, float)
 _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "model": {"factory": str, "arguments": dict},
-    "data": {"path": str, "factory": str, "arguments": dict},
+    "data": {"path": str, "factory": str, "arguments": dict, "groups": str},
     "budget": {"epsilon": _NUMBER, "delta": _NUMBER, "relation": str, "conversion": str},
     "plan": {
         "path": str,
@@ -100,6 +101,14 @@ def train(
             help="exact (the default), or fast: then the claim is for real arithmetic only."
         ),
     ] = None,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="The output folder was moved here or restored, and no other copy of it has gone "
+            "on or will.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a PyTorch model by a plan; writes model, plan, events, result and report.
@@ -132,7 +141,8 @@ def train(
         _seed_initialisation(training.get("seed"))
         model = _model(settings["model"])
         data = _data(settings["data"], here, model)
-        plan = _plan(settings, here, model, data)
+        groups = _groups(settings["data"], here)
+        plan = _plan(settings, here, model, data, groups)
         loss = _made(
             training.get("loss", "torch.nn:CrossEntropyLoss"),
             "training.loss",
@@ -147,6 +157,7 @@ def train(
                 data,
                 plan,
                 loss=loss,
+                groups=groups,
                 optimizer=optimizer,
                 lr=training.get("lr"),
                 lr_scheduler=lr_scheduler,
@@ -158,7 +169,7 @@ def train(
                 workers=training.get("workers", 0),
                 device=training.get("device"),
                 spending=_spending(settings, here, plan, data, progress=not as_json),
-                folder=_checkpoints(output / "checkpoint", training),
+                folder=_checkpoints(output / "checkpoint", training, moved),
                 progress=not as_json,
                 reveal_training_loss=reveal_training_loss
                 or training.get("reveal_training_loss", False),
@@ -324,7 +335,24 @@ def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
         ) from None
 
 
-def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> Plan:
+def _groups(section: Mapping[str, Any], folder: Path) -> Groups | None:
+    """Whose each row is, from the named array beside x and y."""
+    if "groups" not in section:
+        return None
+    if "path" not in section:
+        raise InputError("given with data.path", name="data.groups", value=section["groups"])
+    import numpy as np
+
+    from diminuendo.training.groups import Groups
+
+    with np.load(folder / section["path"], allow_pickle=False) as arrays:
+        _validate.choice("data.groups", section["groups"], sorted(arrays))
+        return Groups(arrays[section["groups"]])
+
+
+def _plan(
+    settings: Mapping[str, Any], folder: Path, model: Any, data: Any, groups: Groups | None
+) -> Plan:
     section = dict(settings.get("plan", {}))
     if "path" in section:
         if len(section) > 1 or "budget" in settings:
@@ -340,6 +368,8 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
+        if groups is not None:
+            examples = len(groups)
         with working("planning"):
             return make_plan(
                 Budget(**settings["budget"]),
@@ -384,10 +414,10 @@ def _spending(
         return ledger.pay(section["budget"], plan, data=data, progress=shown)
 
 
-def _checkpoints(folder: Path, training: Mapping[str, Any]) -> Checkpoints:
+def _checkpoints(folder: Path, training: Mapping[str, Any], moved: bool) -> Checkpoints:
     from diminuendo.training import Checkpoints
 
-    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every))
+    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every), moved)
 
 
 def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:

@@ -82,10 +82,13 @@ class Checkpoints:
 
     folder  made if it is not there; an interrupted run in it is taken up again
     every   steps between checkpoints, and most that a crash can cost
+    moved   True states that the folder was moved here or restored, and that no other copy of it
+            has gone on or will
     """
 
     folder: str | Path
     every: int = 50
+    moved: bool = False
 
     def __post_init__(self) -> None:
         _validate.count("every", self.every)
@@ -93,7 +96,7 @@ class Checkpoints:
     def journal(self, plan: Plan, *, writes: bool) -> Journal:
         """The journal beside the checkpoint."""
         path = _files.make_folder(self.folder) / "journal.json"
-        return Journal(path, plan, every=self.every, writes=writes)
+        return Journal(path, plan, every=self.every, writes=writes, moved=self.moved)
 
 
 class Checkpoint:

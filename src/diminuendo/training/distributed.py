@@ -136,12 +136,12 @@ def for_all_ranks(group: Group, make: Callable[[], Spending]) -> Spending:
         return make()
     made: list[Spending] = []
 
-    def on_first() -> tuple[Budget, bool, bool]:
+    def on_first() -> tuple[Budget, bool, bool, str]:
         made.append(make())
-        return made[0].budget, made[0].adaptive, made[0].durable
+        return made[0].budget, made[0].adaptive, made[0].durable, made[0].unit
 
-    budget, adaptive, durable = group.agree(on_first)
-    return RankSpending(group, made[0] if made else None, budget, adaptive, durable)
+    budget, adaptive, durable, unit = group.agree(on_first)
+    return RankSpending(group, made[0] if made else None, budget, adaptive, durable, unit)
 
 
 class RankSpending(Spending):
@@ -157,10 +157,11 @@ class RankSpending(Spending):
         budget: Budget,
         adaptive: bool,
         durable: bool,
+        unit: str = "example",
     ) -> None:
         super().__init__(budget)
         self._group, self._asked = group, asked
-        self.adaptive, self.durable = adaptive, durable
+        self.adaptive, self.durable, self.unit = adaptive, durable, unit
 
     @property
     def _first(self) -> Spending:

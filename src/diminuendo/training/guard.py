@@ -18,9 +18,10 @@ from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
 from diminuendo.training.clipping import Clip
-from diminuendo.training.clipping.probe import leaves
+from diminuendo.training.clipping.probe import leaf_of, nodes
 from diminuendo.training.contents import Contents
-from diminuendo.training.probe import Shapes, first_rows, refuse_mixing_calls
+from diminuendo.training.probe import Shapes, first_rows, other_batch, refuse_mixing_calls
+from diminuendo.training.sampling import Drawn
 
 
 class Guard:
@@ -36,19 +37,22 @@ class Guard:
         self._trained = {id(parameter) for parameter in trained}
         self._shapes = Shapes(model)
         self._size = 0
+        self._drawn: Drawn | None = None
+        self._outputs: set[Any] | None = None
         self._versions: list[int] | None = None
         self._around, self._since_saved = Contents(), Contents()
         self._untrained = self._all_untrained()
 
-    def watch(self, size: int, *, drawn: bool) -> None:
+    def watch(self, size: int, drawn: Drawn | None = None) -> None:
         """From here on nobody may change what is not trained.
 
         size   the number of examples that the next call of the model is made for
-        drawn  whether a forward pass comes next: then nobody may change trained parameters, too
+        drawn  the batch, where a forward pass on it comes next: then nobody may change trained
+               parameters, too
         """
         self._untrained = self._all_untrained()
-        self._size = size
-        self._versions = self._trained_versions() if drawn else None
+        self._size, self._drawn, self._outputs = size, drawn, None
+        self._versions = None if drawn is None else self._trained_versions()
         self._around.record([])
 
     def before_forward(self, args: Any, kwargs: dict[str, Any]) -> None:
@@ -59,6 +63,8 @@ class Guard:
         place = first_rows(leaves, self._size)
         if place is None or not self._shapes.new(leaves[place], self._model.training):
             return
+        if self._drawn is not None and self._drawn.other_rows(leaves[place]):
+            raise other_batch()
         self._around.record([*self._parameters, *[part for part, _ in self._untrained]])
         refuse_mixing_calls(self._model, args, kwargs, self._size)
 
@@ -73,7 +79,7 @@ class Guard:
             )
         self._refuse_new_parameters()
         self._refuse_statistics()
-        self._refuse_other_leaves(losses)
+        self._refuse_other_sources(losses)
 
     def verify(self) -> None:
         """Raise where somebody wrote on a buffer or frozen parameter unseen since the last call.
@@ -140,9 +146,15 @@ class Guard:
             if part is not None and not part.requires_grad
         ]
 
-    def _refuse_other_leaves(self, losses: Tensor) -> None:
-        """A parameter outside the model (of the loss, say) would get its plain gradient."""
-        for leaf in leaves(losses):
+    def _refuse_other_sources(self, losses: Tensor) -> None:
+        """A parameter outside the model (of the loss, say) would get its plain gradient.
+
+        And losses that come from another call of the model than the one on the batch.
+        """
+        waited_for = self._outputs
+        for node in nodes(losses):
+            waited_for = None if waited_for is not None and node in waited_for else waited_for
+            leaf = leaf_of(node)
             if isinstance(leaf, nn.Parameter) and id(leaf) not in self._trained:
                 raise InputError(
                     "trained only as part of the model",
@@ -151,6 +163,13 @@ class Guard:
                     remedy="The gradient of this one would be neither clipped nor noisy: move it "
                     "into a module of the model, or detach it.",
                 )
+        if waited_for and len(losses):
+            raise other_batch()
+
+    def expect(self, outputs: Any) -> None:
+        """The losses of this step come from these outputs of the model, or are refused."""
+        tensors = [part for part in _pytree.tree_leaves(outputs) if isinstance(part, Tensor)]
+        self._outputs = {part.grad_fn for part in tensors if part.grad_fn is not None}
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Its parameters must be the model's: others would be trained without privacy, or not."""
@@ -235,6 +254,18 @@ def check_policy(policy: Any, spending: Spending | None) -> None:
             name="policy",
             value=policy,
             remedy="A plan fixes every σ; use AdaptiveSpending.",
+        )
+
+
+def check_unit(spending: Spending, grouped: bool) -> None:
+    """A budget for patients is not spent by rows, of which a patient may have many."""
+    if spending.unit != "example" and not grouped:
+        raise InputError(
+            f"given, since the budget protects each {spending.unit}",
+            name="groups",
+            value=None,
+            remedy=f"Pass a column that says which {spending.unit} each row belongs to, to fit or "
+            f"to private.batches, and plan with examples = the number of {spending.unit}s.",
         )
 
 

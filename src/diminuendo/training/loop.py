@@ -17,7 +17,8 @@ from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
 from diminuendo.training.distributed import Group, for_all_ranks
-from diminuendo.training.guard import check_scheduler
+from diminuendo.training.groups import Groups
+from diminuendo.training.guard import check_scheduler, check_unit
 from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
@@ -40,6 +41,7 @@ def fit(
     plan: Plan,
     *,
     loss: Loss,
+    groups: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     lr: float | None = None,
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -63,6 +65,9 @@ def fit(
     """Train `model` on `data` by the plan; the model is changed in place.
 
     loss          gives one loss per example: reduction="none"
+    groups        whose each row is, where several are one person's: a column with an entry for
+                  each row. Each step draws persons, and one row of each; the plan's examples are
+                  persons, and so is who the claim protects
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
     lr            the learning rate of that; where the plan has learning rates, their unit
     lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
@@ -99,6 +104,7 @@ def fit(
             value=loss,
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
+    persons = Groups.of(groups)
     source, checkpoints = _with_deprecated(deprecated, data, folder)
     group = Group.current()
     if ledger is not None or budget is not None:
@@ -132,6 +138,7 @@ def fit(
             lr=_validate.positive("lr", lr, remedy="Or give an optimizer."),
             beta=plan.momentum or 0.0,
         )
+        check_unit(private.spending, grouped=persons is not None)
         private.guard.check_optimizer(steps_by)
         scheduler = lr_scheduler
         if policy is None:
@@ -153,6 +160,7 @@ def fit(
             result = run.train(
                 data,
                 loss,
+                groups=persons,
                 workers=workers,
                 progress=progress,
                 reveal=reveal_training_loss,

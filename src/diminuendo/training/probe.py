@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree
 
 from diminuendo.errors import DiminuendoError, InputError
@@ -76,12 +77,21 @@ def refuse_mixing(
     def losses(x: Tensor, y: Tensor) -> list[Tensor]:
         return [loss(model(x), y)]
 
+    def with_other_parameters(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [loss(functional_call(model, others, (x,)), y)]
+
     try:
         for size in (*sizes, len(x)):
-            if _mixes(losses, (x[:size], y[:size])) is None:
+            inputs = (x[:size], y[:size])
+            answers = _responds(losses, inputs)
+            if answers is None:
                 model.eval()
-                _mixes(losses, (x[:size], y[:size]))
+                answers = _responds(losses, inputs)
                 _restore(modes)
+        if answers is False:  # a last layer of zeros answers to nothing
+            others = {name: p + 0.1 * torch.randn_like(p) for name, p in model.named_parameters()}
+            if _responds(with_other_parameters, inputs) is False:
+                raise other_batch()
     except DiminuendoError:
         raise
     except _ERRORS as error:
@@ -111,7 +121,7 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
         return [part for part in out if _has_rows(part, size)]
 
     try:
-        _mixes(outputs, (leaves[place].detach(),))
+        _responds(outputs, (leaves[place].detach(),))
     except DiminuendoError:
         raise
     except _ERRORS:
@@ -127,19 +137,32 @@ def _has_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
+def other_batch() -> InputError:
+    """The error of losses that have nothing to do with the batch that was drawn."""
+    return InputError(
+        "computed from the batch that was drawn",
+        name="the losses",
+        value="those of other examples",
+        remedy="The claim is for the plan's own sample: compute them from this batch, whole and "
+        "alone.",
+    )
+
+
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, mode in modes:
         module.training = mode
 
 
 @torch.no_grad()
-def _mixes(values: _Values, inputs: tuple[Tensor, ...]) -> bool | None:
-    """Raise where kept rows change with replaced ones; None where passes differ anyway."""
-    size = inputs[0].shape[0]
+def _responds(values: _Values, inputs: tuple[Tensor, ...]) -> bool | None:
+    """Whether rows that are replaced change; raises where rows that are kept do.
+
+    None where nothing can be said: passes differ anyway, or there is nothing to replace rows by.
+    """
+    size, responded = inputs[0].shape[0], None
     with _same_randomness(inputs[0].device) as rewind:
         base, again = (_passed(values, inputs, rewind) for _ in range(2))
-        everything = torch.ones(size, dtype=torch.bool)
-        if _changed(base, again, everything):
+        if _changed(base, again, torch.ones(size, dtype=torch.bool)):
             return None
         for keep in _kept(size):
             for replaced in _replacements(inputs, keep):
@@ -156,7 +179,13 @@ def _mixes(values: _Values, inputs: tuple[Tensor, ...]) -> bool | None:
                         'say: a loss needs reduction="none"), so that clipping would not bound '
                         "what one of them adds.",
                     )
-    return False
+                if not all(map(torch.equal, inputs, replaced)):
+                    responded = responded or _differs(base, other)
+    return responded
+
+
+def _differs(base: list[Tensor], other: list[Tensor]) -> bool:
+    return not all(map(torch.equal, base, other))
 
 
 def _passed(

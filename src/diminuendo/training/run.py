@@ -85,6 +85,7 @@ class Run:
         data: Any,
         loss: Loss,
         *,
+        groups: Any = None,
         workers: int,
         progress: bool,
         reveal: bool,
@@ -100,7 +101,7 @@ class Run:
         with stop_signals() as stopped, bar(progress, private) as advance:
             try:
                 self._save_when_due()
-                for losses in _losses(private, loss, data, workers):
+                for losses in _losses(private, loss, data, groups, workers):
                     before = private.step
                     private.backward(losses)
                     self._optimizer.step()
@@ -121,6 +122,7 @@ class Run:
                 status, reason = "refused", str(refusal)
         if status == "done" and (private.policy is not None or private.step < private.plan.steps):
             status, reason = "refused", "too little is left of the budget for another step"
+        private.guard.verify()
         self._save()
         return Result(
             status,
@@ -176,12 +178,14 @@ class Run:
         )
 
 
-def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> Iterator[Tensor]:
+def _losses(
+    private: PrivateGradients, loss: Loss, data: Any, groups: Any, workers: int
+) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
     model = private.engine.model  # not what torch.compile made of it
     shapes = Shapes(model)
-    for batch in private.batches(data, workers=workers):
+    for batch in private.batches(data, groups=groups, workers=workers):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise InputError(
                 "pairs (x, y)",
@@ -195,7 +199,9 @@ def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> I
             continue
         if shapes.new(x, model.training):
             refuse_mixing(model, loss, x, y, shapes.others(x))
-        yield loss(private.model(x), y)
+        outputs = private.model(x)
+        private.guard.expect(outputs)
+        yield loss(outputs, y)
 
 
 def _mean(losses: Tensor) -> float | None:

@@ -30,10 +30,11 @@ from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
+from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Entry, Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
-from diminuendo.training.sampling import Part, Sampler, Source, precision_of
+from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
 ClipRule = Clip | Callable[[int], Clip]
@@ -116,7 +117,7 @@ class PrivateGradients:
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
         self.guard = guard.Guard(self.engine.model, self.engine.parameters)
-        self.guard.watch(plan.examples, drawn=False)
+        self.guard.watch(plan.examples)
         self.engine.before_forward(self.guard.before_forward)
         source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
         self.mechanism = Mechanism(self.engine.parameters, source, self.group)
@@ -172,13 +173,20 @@ class PrivateGradients:
         self,
         dataset: Any,
         *,
+        groups: Any = None,
         workers: int = 0,
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step."""
+        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step.
+
+        groups  whose each row is, where several are one person's: a column with an entry for each
+                row. Persons are drawn, and one row of each; the plan's examples are persons
+        """
         source = Source(dataset, precision_of(self.model))
-        self.sampler.check(source)
+        persons = Groups.of(groups)
+        guard.check_unit(self.spending, persons is not None)
+        self.sampler.check(source, persons)
         self.begin()
         self._abandon()
         self.guard.verify()
@@ -186,6 +194,7 @@ class PrivateGradients:
             source,
             self.step,
             None if self._unbounded else self.plan.steps,
+            groups=persons,
             workers=workers,
             pin_memory=pin_memory,
             collate=collate,
@@ -198,7 +207,7 @@ class PrivateGradients:
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch(part.size, drawn=True)
+            self.guard.watch(part.size, Drawn(source, batch))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -266,7 +275,7 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch(self.plan.examples, drawn=False)
+        self.guard.watch(self.plan.examples)
 
     @property
     def _certified(self) -> bool:
@@ -318,6 +327,7 @@ class PrivateGradients:
 
     def _own_batch(self, losses: Tensor) -> Part:
         """A full batch that `batches` did not draw."""
+        guard.check_unit(self.spending, grouped=False)
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
         return Part(self.step, first=True, last=True, size=len(losses))
@@ -379,12 +389,12 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch(self.plan.examples, drawn=False)
+        self.guard.watch(self.plan.examples)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
         step = 0 if state is None else int(state["step"])
-        entry = Entry() if self.journal is None else self.journal.read(saved=step)
+        entry = Entry() if self.journal is None else self.group.agree(lambda: self._read(step))
         seen: int | None = spent + max(entry.upto - step, 0)
         if not self.private:
             seen = spent
@@ -401,6 +411,15 @@ class PrivateGradients:
         self.lost += now - spent
         self.step = step + now - spent
         self._begun = True
+
+    def _read(self, step: int) -> Entry:
+        """The journal's word; where nobody else keeps count, also of the journal's copies."""
+        assert self.journal is not None
+        return self.journal.read(
+            saved=step,
+            planned=self.policy is None,
+            alone=self.private and not self.spending.durable,
+        )
 
     def _planned(self, step: int) -> Iterable[GaussianStep]:
         """The plan's single steps from one on."""

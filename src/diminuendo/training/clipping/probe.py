@@ -14,6 +14,7 @@ some data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ _LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 _EXPONENT = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 6, torch.float16: 3}
 
 
-def leaves(losses: Tensor) -> Iterator[Tensor]:
-    """The tensors at which the backward pass of ``losses`` ends, each once."""
+def nodes(losses: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind ``losses``, each once."""
     waiting, seen = [losses.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -37,9 +38,13 @@ def leaves(losses: Tensor) -> Iterator[Tensor]:
             continue
         seen.add(node)
         waiting += [source for source, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
+        yield node
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The tensor whose gradient a node accumulates, if it is one that does."""
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, Tensor) else None
 
 
 def weights(losses: Tensor, lowest: torch.dtype) -> Tensor:
