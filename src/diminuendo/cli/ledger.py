@@ -339,6 +339,30 @@ def verify(
             print(f"{result.anchored} published heads found, {result.signed} signatures checked")
 
 
+@app.command("roles")
+def roles(
+    officer: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    spender: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    reader: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Run the SQL, all or none.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print, or apply, the SQL for three PostgreSQL roles: officer, spender, reader.
+
+    Example: diminuendo ledger roles --spender alice --apply
+    """
+    grants = {"officer": officer or [], "spender": spender or [], "reader": reader or []}
+    statements = ledgers.roles.statements(grants)
+    if apply:
+        with Ledger(url, create=False) as ledger:
+            ledgers.roles.install(ledger, grants)
+    if as_json:
+        print_json({"applied": apply, "statements": statements})
+    else:
+        print("Applied." if apply else ";\n\n".join(statements) + ";")
+
+
 @app.command("anchor")
 def anchor_head(
     places: Annotated[list[str], typer.Argument(help="file:, git:, ledger: or https:")],

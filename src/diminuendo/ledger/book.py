@@ -440,6 +440,10 @@ class Ledger:
         """Run `work` on one state of the database (for `verify` and `export`)."""
         return self._store.read(work)
 
+    def administer(self, work: Callable[[Connection], None]) -> None:
+        """Run `work` on the database in one transaction, outside the chain (for `roles`)."""
+        self._store.administer(work)
+
     def write_transaction(self, work: Callable[[Change], Record]) -> Record:
         """Run `work`, which appends one record, in a transaction (for `import`)."""
         return self._change(work)

@@ -200,7 +200,8 @@ def _import(
                 "has happened, it should be on record: import with overspend=True (--overspend)."
             )
         now = replace(status, spent_units=status.spent_units + cost)
-        content = {**body, **charged, "cost": str(cost), "steps": steps}
+        limit = {"limit": str(terms.limit)}
+        content = {**body, **charged, **limit, "cost": str(cost), "steps": steps}
         return write(change, "import", now, None, content, origin=origin)
 
     record = ledger.write_transaction(work)

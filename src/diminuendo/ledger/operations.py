@@ -59,7 +59,7 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
         raise BudgetExists(existing.terms)
     rows.refuse_second_budget(change.connection, terms, allow_second)
     status = rows.add_budget(change.connection, terms)
-    body = {"terms": terms.to_dict(), "by": process.user_name()}
+    body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name()}
     return rows.write(change, "create", status, None, body)
 
 
