@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diminuendo import _validate
+from diminuendo import _files, _validate
 from diminuendo import ledger as ledgers
 from diminuendo.cli.options import (
     AsJson,
@@ -27,7 +27,7 @@ from diminuendo.cli.options import (
 )
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import Ledger, Run, Status
+from diminuendo.ledger import Ledger, Run, Status, mechanisms
 from diminuendo.ledger.process import reclaim_assumption
 from diminuendo.report.text import rounded_up
 
@@ -232,9 +232,24 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 @app.command("charge")
 def charge(
     name: Name,
-    sigma: Annotated[float, typer.Option(help="Noise multiplier of the steps.")],
+    sigma: Annotated[
+        float | None, typer.Option(help="Gaussian noise: noise multiplier of the steps.")
+    ] = None,
+    laplace: Annotated[
+        float | None, typer.Option(help="Laplace noise: scale in units of the sensitivity.")
+    ] = None,
+    discrete_sigma: Annotated[
+        float | None, typer.Option(help="Discrete Gaussian noise: noise multiplier.")
+    ] = None,
+    pure_epsilon: Annotated[float | None, typer.Option(help="Any release with a pure ε.")] = None,
+    rho: Annotated[float | None, typer.Option(help="Any release with ρ-zCDP.")] = None,
+    renyi: Annotated[
+        Path | None, typer.Option(help='Any Rényi curve: JSON like {"2": 0.1, "8": 0.4}.')
+    ] = None,
     steps: Annotated[int, typer.Option(help="How many.")] = 1,
-    sampling_rate: Annotated[float, typer.Option(help="Poisson rate; 1 is full batch.")] = 1.0,
+    sampling_rate: Annotated[
+        float, typer.Option(help="With --sigma: Poisson rate; 1 is full batch.")
+    ] = 1.0,
     label: Annotated[str, typer.Option(help="What the release was for.")] = "",
     url: Url = None,
     as_json: AsJson = False,
@@ -244,13 +259,48 @@ def charge(
     Example: diminuendo ledger charge patients --sigma 20 --steps 10 --label "summary statistics"
     """
     ledger = Ledger(url, create=False)
-    event = GaussianStep(noise_multiplier=sigma, sampling_rate=sampling_rate, count=steps)
+    event = _release(
+        steps,
+        {
+            "--sigma": sigma,
+            "--laplace": laplace,
+            "--discrete-sigma": discrete_sigma,
+            "--pure-epsilon": pure_epsilon,
+            "--rho": rho,
+            "--renyi": renyi,
+        },
+        sampling_rate,
+    )
     run = ledger.charge(name, [event], label=label)
     status = ledger.status(name)
     if as_json:
         print_json({**_run_facts(run, status), "budget": _budget_facts(status)})
     else:
         _print_budget(ledger, status, False, f"Charged, as run {run.id}")
+
+
+def _release(steps: int, options: dict[str, Any], sampling_rate: float) -> Any:
+    """The release that exactly one of the options describes."""
+    chosen = {option: value for option, value in options.items() if value is not None}
+    if len(chosen) != 1:
+        raise InputError("given once", name=f"one of {', '.join(options)}", value=list(chosen))
+    option, value = chosen.popitem()
+    if option == "--sigma":
+        return GaussianStep(noise_multiplier=value, sampling_rate=sampling_rate, count=steps)
+    if sampling_rate != 1:
+        raise InputError("1 without --sigma", name="--sampling-rate", value=sampling_rate)
+    if option == "--renyi":
+        text = _files.read_text(value, name="--renyi")
+        content = _files.parse_json(text, name="--renyi", source=str(value))
+        return mechanisms.RenyiCurve(curve=content, count=steps)
+    return {
+        "--laplace": lambda: mechanisms.Laplace(scale=value, count=steps),
+        "--discrete-sigma": lambda: mechanisms.DiscreteGaussian(
+            noise_multiplier=value, count=steps
+        ),
+        "--pure-epsilon": lambda: mechanisms.PureEpsilon(epsilon=value, count=steps),
+        "--rho": lambda: mechanisms.ZeroConcentrated(rho=value, count=steps),
+    }[option]()
 
 
 @app.command("release", hidden=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diminuendo.ledger import renamed, roles
+from diminuendo.ledger import mechanisms, renamed, roles
 from diminuendo.ledger.address import default as default_address
 from diminuendo.ledger.anchors import LedgerWarning
 from diminuendo.ledger.book import Grant, Ledger
@@ -37,6 +37,7 @@ __all__ = [
     "granted_events",
     "identify",
     "import_file",
+    "mechanisms",
     "roles",
     "to_dp_accounting",
     "verify",

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diminuendo.errors import InputError, UsageError
-from diminuendo.events import GaussianStep
 from diminuendo.ledger import process, rows
 from diminuendo.ledger.capacity import affordable, refund_of
-from diminuendo.ledger.records import Record, canonical, pack
+from diminuendo.ledger.records import Event, Record, canonical, pack
 from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Run
 from diminuendo.ledger.store import Change
 from diminuendo.ledger.terms import Terms
@@ -90,7 +89,7 @@ class GrantRequest:
     """The arguments of `Ledger.grant`, with the price of each event."""
 
     run: str
-    events: list[GaussianStep]
+    events: list[Event]
     costs: list[int]
     first: int | None
     start: bool

@@ -93,7 +93,8 @@ BEGIN
     IF terms ->> 'composition' = 'gaussian' THEN
       SELECT sum((e ->> 2)::numeric * power(2::numeric, 200) / power((e ->> 0)::numeric, 2))
         * CASE terms -> 'budget' ->> 'relation' WHEN 'replace-one' THEN 4 ELSE 1 END
-        INTO price FROM json_array_elements(content -> 'events') e;
+        INTO price FROM json_array_elements(content -> 'events') e
+        WHERE json_typeof(e -> 0) = 'number';
       IF (content ->> 'cost')::numeric < price * 0.999999 THEN
         RAISE EXCEPTION 'the grant costs less than its events do'
           USING ERRCODE = 'insufficient_privilege';
