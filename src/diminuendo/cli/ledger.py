@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -387,6 +388,47 @@ def verify(
         )
         if anchor or key:
             print(f"{result.anchored} published heads found, {result.signed} signatures checked")
+
+
+@app.command("page")
+def page(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the HTML file.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML file: every budget, its history and runs, what is left, and if all verifies.
+
+    Example: diminuendo ledger page -o budget.html
+    """
+    with Ledger(url, readonly=True) as ledger:
+        facts = ledgers.view.facts(ledger)
+    ledgers.write_private(output, [ledgers.page.html(facts)])
+    if as_json:
+        print_json({"output": str(output), **facts})
+    else:
+        print(f"{len(facts['budgets'])} budgets written to {output}")
+
+
+@app.command("serve")
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8321,
+    token_from: Annotated[
+        str | None,
+        typer.Option(help="The environment variable with the token that writes need."),
+    ] = None,
+    url: Url = None,
+) -> None:
+    """Serve the page and its facts (JSON, CSV) at http://127.0.0.1:8321; needs the extra serve.
+
+    Example: diminuendo ledger serve --port 8321
+    """
+    token = None if token_from is None else os.environ.get(token_from)
+    if token_from is not None and not token:
+        raise InputError("a variable that holds a token", name="--token-from", value=token_from)
+    Ledger(url, readonly=True).close()
+    typer.echo(f"http://{host}:{port}", err=True)
+    ledgers.serve.run(url, host=host, port=port, token=token)
 
 
 @app.command("roles")

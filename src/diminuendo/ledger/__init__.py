@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diminuendo.ledger import mechanisms, renamed, roles
+from diminuendo.ledger import mechanisms, page, renamed, roles, serve, view
 from diminuendo.ledger.address import default as default_address
 from diminuendo.ledger.anchors import LedgerWarning
 from diminuendo.ledger.book import Grant, Ledger
@@ -38,9 +38,12 @@ __all__ = [
     "identify",
     "import_file",
     "mechanisms",
+    "page",
     "roles",
+    "serve",
     "to_dp_accounting",
     "verify",
+    "view",
     "write_private",
 ]
 
