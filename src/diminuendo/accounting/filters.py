@@ -10,8 +10,10 @@ Smith and Thakurta 2022; Koskela, Tobaben and Honkela 2023). Add-remove or repla
 `RenyiFilter` (full-batch and Poisson-subsampled steps). Formal guarantee: for one order a, fixed
 before the first step, the steps that got a yes have Rényi divergence at most B together, whatever
 rule picks each (σ_t, rate_t) (Feldman and Zrnic 2021), and so are (B + offset(a, δ), δ)-private.
-Add-remove neighbours. Taking, at every step, whichever order happens to have room would not be
-covered by that theorem and is not offered.
+Add-remove neighbours, or replace-one: there a step's divergence is that of σ/2 for the full batch,
+and for a subsampled step at most (a − 1/2)/(a − 1)·D_2a + D_(2a−1), since replacing is removing and
+adding (the triangle inequality of Mironov 2017, Proposition 11). Taking, at every step, whichever
+order happens to have room would not be covered by that theorem and is not offered.
 
 The order, the budget, δ and the clip norm are not adaptive.
 """
@@ -172,13 +174,6 @@ class RenyiFilter(_Filter):
     kind = "renyi"
 
     def __init__(self, budget: Budget, *, order: int) -> None:
-        if budget.relation != "add-remove":
-            raise InputError(
-                "add-remove",
-                name="relation",
-                value=budget.relation,
-                remedy="The Rényi filter is for add-remove neighbours.",
-            )
         self.order = _validate.count("order", order, at_least=2, at_most=4096)
         limit = budget.epsilon - renyi.offset(self.order, budget.delta)
         if limit <= 0:
@@ -198,7 +193,7 @@ class RenyiFilter(_Filter):
         for rate in np.unique(rates):
             same = np.flatnonzero(rates == rate)
             for part in np.split(same, range(_PIECE, same.size, _PIECE)):
-                each[part] = renyi.divergence(self.order, sigmas[part], float(rate))
+                each[part] = _divergence(self.budget, self.order, sigmas[part], float(rate))
         if not np.isfinite(each).all():
             raise InputError(
                 "large enough for a finite price",
@@ -223,12 +218,25 @@ class RenyiFilter(_Filter):
         return cls(budget, order=state["order"])
 
 
+def _divergence(
+    budget: Budget, order: int, sigmas: _validate.Vector, rate: float
+) -> _validate.Vector:
+    """An upper bound on a step's Rényi divergence for the budget's relation, for each σ."""
+    if budget.relation == "add-remove":
+        return renyi.divergence(order, sigmas, rate)
+    if rate == 1:
+        return renyi.divergence(order, sigmas / budget.sensitivity, rate)
+    removed = renyi.divergence(2 * order, sigmas, rate)
+    added = renyi.divergence(2 * order - 1, sigmas, rate)
+    return (order - 0.5) / (order - 1) * removed + added
+
+
 def best_order(budget: Budget, typical: GaussianStep) -> int:
     """The order at which steps like `typical` can be repeated most often within the budget."""
     sigma = np.array([typical.noise_multiplier])
     room = {
         order: (budget.epsilon - renyi.offset(order, budget.delta))
-        / float(renyi.divergence(order, sigma, typical.sampling_rate)[0])
+        / float(_divergence(budget, order, sigma, typical.sampling_rate)[0])
         for order in renyi.ORDERS
     }
     order = max(room, key=lambda a: room[a])

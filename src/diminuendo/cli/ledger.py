@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diminuendo import _validate
+from diminuendo import _files, _validate
 from diminuendo import ledger as ledgers
 from diminuendo.cli.options import (
     AsJson,
@@ -27,7 +28,7 @@ from diminuendo.cli.options import (
 )
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import Ledger, Run, Status
+from diminuendo.ledger import Ledger, Run, Status, mechanisms
 from diminuendo.ledger.process import reclaim_assumption
 from diminuendo.report.text import rounded_up
 
@@ -232,9 +233,24 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 @app.command("charge")
 def charge(
     name: Name,
-    sigma: Annotated[float, typer.Option(help="Noise multiplier of the steps.")],
+    sigma: Annotated[
+        float | None, typer.Option(help="Gaussian noise: noise multiplier of the steps.")
+    ] = None,
+    laplace: Annotated[
+        float | None, typer.Option(help="Laplace noise: scale in units of the sensitivity.")
+    ] = None,
+    discrete_sigma: Annotated[
+        float | None, typer.Option(help="Discrete Gaussian noise: noise multiplier.")
+    ] = None,
+    pure_epsilon: Annotated[float | None, typer.Option(help="Any release with a pure ε.")] = None,
+    rho: Annotated[float | None, typer.Option(help="Any release with ρ-zCDP.")] = None,
+    renyi: Annotated[
+        Path | None, typer.Option(help='Any Rényi curve: JSON like {"2": 0.1, "8": 0.4}.')
+    ] = None,
     steps: Annotated[int, typer.Option(help="How many.")] = 1,
-    sampling_rate: Annotated[float, typer.Option(help="Poisson rate; 1 is full batch.")] = 1.0,
+    sampling_rate: Annotated[
+        float, typer.Option(help="With --sigma: Poisson rate; 1 is full batch.")
+    ] = 1.0,
     label: Annotated[str, typer.Option(help="What the release was for.")] = "",
     url: Url = None,
     as_json: AsJson = False,
@@ -244,13 +260,48 @@ def charge(
     Example: diminuendo ledger charge patients --sigma 20 --steps 10 --label "summary statistics"
     """
     ledger = Ledger(url, create=False)
-    event = GaussianStep(noise_multiplier=sigma, sampling_rate=sampling_rate, count=steps)
+    event = _release(
+        steps,
+        {
+            "--sigma": sigma,
+            "--laplace": laplace,
+            "--discrete-sigma": discrete_sigma,
+            "--pure-epsilon": pure_epsilon,
+            "--rho": rho,
+            "--renyi": renyi,
+        },
+        sampling_rate,
+    )
     run = ledger.charge(name, [event], label=label)
     status = ledger.status(name)
     if as_json:
         print_json({**_run_facts(run, status), "budget": _budget_facts(status)})
     else:
         _print_budget(ledger, status, False, f"Charged, as run {run.id}")
+
+
+def _release(steps: int, options: dict[str, Any], sampling_rate: float) -> Any:
+    """The release that exactly one of the options describes."""
+    chosen = {option: value for option, value in options.items() if value is not None}
+    if len(chosen) != 1:
+        raise InputError("given once", name=f"one of {', '.join(options)}", value=list(chosen))
+    option, value = chosen.popitem()
+    if option == "--sigma":
+        return GaussianStep(noise_multiplier=value, sampling_rate=sampling_rate, count=steps)
+    if sampling_rate != 1:
+        raise InputError("1 without --sigma", name="--sampling-rate", value=sampling_rate)
+    if option == "--renyi":
+        text = _files.read_text(value, name="--renyi")
+        content = _files.parse_json(text, name="--renyi", source=str(value))
+        return mechanisms.RenyiCurve(curve=content, count=steps)
+    return {
+        "--laplace": lambda: mechanisms.Laplace(scale=value, count=steps),
+        "--discrete-sigma": lambda: mechanisms.DiscreteGaussian(
+            noise_multiplier=value, count=steps
+        ),
+        "--pure-epsilon": lambda: mechanisms.PureEpsilon(epsilon=value, count=steps),
+        "--rho": lambda: mechanisms.ZeroConcentrated(rho=value, count=steps),
+    }[option]()
 
 
 @app.command("release", hidden=True)
@@ -337,6 +388,71 @@ def verify(
         )
         if anchor or key:
             print(f"{result.anchored} published heads found, {result.signed} signatures checked")
+
+
+@app.command("page")
+def page(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the HTML file.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML file: every budget, its history and runs, what is left, and if all verifies.
+
+    Example: diminuendo ledger page -o budget.html
+    """
+    with Ledger(url, readonly=True) as ledger:
+        facts = ledgers.view.facts(ledger)
+    ledgers.write_private(output, [ledgers.page.html(facts)])
+    if as_json:
+        print_json({"output": str(output), **facts})
+    else:
+        print(f"{len(facts['budgets'])} budgets written to {output}")
+
+
+@app.command("serve")
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8321,
+    token_from: Annotated[
+        str | None,
+        typer.Option(help="The environment variable with the token that writes need."),
+    ] = None,
+    url: Url = None,
+) -> None:
+    """Serve the page and its facts (JSON, CSV) at http://127.0.0.1:8321; needs the extra serve.
+
+    Example: diminuendo ledger serve --port 8321
+    """
+    token = None if token_from is None else os.environ.get(token_from)
+    if token_from is not None and not token:
+        raise InputError("a variable that holds a token", name="--token-from", value=token_from)
+    Ledger(url, readonly=True).close()
+    typer.echo(f"http://{host}:{port}", err=True)
+    ledgers.serve.run(url, host=host, port=port, token=token)
+
+
+@app.command("roles")
+def roles(
+    officer: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    spender: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    reader: Annotated[list[str] | None, typer.Option(help="A database user; repeatable.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Run the SQL, all or none.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print, or apply, the SQL for three PostgreSQL roles: officer, spender, reader.
+
+    Example: diminuendo ledger roles --spender alice --apply
+    """
+    grants = {"officer": officer or [], "spender": spender or [], "reader": reader or []}
+    statements = ledgers.roles.statements(grants)
+    if apply:
+        with Ledger(url, create=False) as ledger:
+            ledgers.roles.install(ledger, grants)
+    if as_json:
+        print_json({"applied": apply, "statements": statements})
+    else:
+        print("Applied." if apply else ";\n\n".join(statements) + ";")
 
 
 @app.command("anchor")

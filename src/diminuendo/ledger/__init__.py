@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diminuendo.ledger import renamed
+from diminuendo.ledger import mechanisms, page, renamed, roles, serve, view
 from diminuendo.ledger.address import default as default_address
 from diminuendo.ledger.anchors import LedgerWarning
 from diminuendo.ledger.book import Grant, Ledger
@@ -37,8 +37,13 @@ __all__ = [
     "granted_events",
     "identify",
     "import_file",
+    "mechanisms",
+    "page",
+    "roles",
+    "serve",
     "to_dp_accounting",
     "verify",
+    "view",
     "write_private",
 ]
 

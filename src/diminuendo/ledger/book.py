@@ -31,7 +31,7 @@ from diminuendo.ledger.capacity import NotEnoughLeft, noise_factor_to_fit, refus
 from diminuendo.ledger.engine import weaknesses
 from diminuendo.ledger.identity import Progress, identify, silent
 from diminuendo.ledger.keys import Key
-from diminuendo.ledger.records import Head, Record
+from diminuendo.ledger.records import Event, Head, Record
 from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
 from diminuendo.ledger.store import Change, Store
@@ -188,7 +188,7 @@ class Ledger:
             raise BudgetRefused(f"Nothing is left of the budget {name!r}.")
         return left
 
-    def fits(self, name: str, events: Sequence[GaussianStep]) -> bool:
+    def fits(self, name: str, events: Sequence[Event]) -> bool:
         """Whether a grant of these events would be given now."""
         status = self.status(name)
         return status.spent_units + sum(status.terms.costs(events)) <= status.terms.limit
@@ -275,7 +275,7 @@ class Ledger:
     def grant(
         self,
         run: str,
-        events: Sequence[GaussianStep],
+        events: Sequence[Event],
         *,
         first: int | None = None,
         start: bool = True,
@@ -294,8 +294,9 @@ class Ledger:
         generation  the run's generation as the caller knows it; refused if it was taken over since
         """
         asked = list(events)
-        if not asked or not all(isinstance(event, GaussianStep) for event in asked):
-            raise InputError("at least one event (GaussianStep)", name="events", value=asked[:1])
+        if not asked or not all(isinstance(event, Event) for event in asked):
+            expected = "at least one event (GaussianStep or Mechanism)"
+            raise InputError(expected, name="events", value=asked[:1])
         costs = self._terms_of(run).costs(asked)
         request = operations.GrantRequest(
             run, asked, costs, first, start, partial, confirmed, generation
@@ -403,7 +404,7 @@ class Ledger:
 
     @renamed.arguments(most="partial")
     def charge(
-        self, name: str, events: Sequence[GaussianStep], *, label: str = "", partial: bool = False
+        self, name: str, events: Sequence[Event], *, label: str = "", partial: bool = False
     ) -> Run:
         """Charge a release made by another program, as a run that is closed at once."""
         run = self.open_run(name, label=label)
@@ -439,6 +440,10 @@ class Ledger:
     def read_transaction(self, work: Callable[[Connection], Any]) -> Any:
         """Run `work` on one state of the database (for `verify` and `export`)."""
         return self._store.read(work)
+
+    def administer(self, work: Callable[[Connection], None]) -> None:
+        """Run `work` on the database in one transaction, outside the chain (for `roles`)."""
+        self._store.administer(work)
 
     def write_transaction(self, work: Callable[[Change], Record]) -> Record:
         """Run `work`, which appends one record, in a transaction (for `import`)."""

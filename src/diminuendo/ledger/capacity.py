@@ -10,7 +10,7 @@ from typing import Any
 
 from diminuendo.errors import BudgetRefused
 from diminuendo.events import GaussianStep
-from diminuendo.ledger.records import unpack
+from diminuendo.ledger.records import Event, unpack
 from diminuendo.ledger.rows import Status
 from diminuendo.ledger.terms import Terms
 
@@ -26,8 +26,8 @@ class NotEnoughLeft(Exception):
 
 
 def affordable(
-    status: Status, asked: list[GaussianStep], costs: list[int], partial: bool
-) -> tuple[list[GaussianStep], int]:
+    status: Status, asked: list[Event], costs: list[int], partial: bool
+) -> tuple[list[Event], int]:
     """The events that can be granted and their cost; raises NotEnoughLeft if they are too few."""
     left = status.terms.limit - status.spent_units
     if sum(costs) <= left:
@@ -47,7 +47,7 @@ def affordable(
     return granted, spent
 
 
-def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
+def refusal(status: Status, asked: Sequence[Event], cost: int) -> str:
     """The message of a refusal: what is left, what was asked for, and what would fit."""
     name, left = status.terms.name, status.left
     share = float(min(Fraction(cost, status.terms.limit), Fraction(10) ** 300))
@@ -58,6 +58,8 @@ def refusal(status: Status, asked: Sequence[GaussianStep], cost: int) -> str:
         f"(ε = {math.floor(epsilon * 1e4) / 1e4:g} at δ = {status.terms.budget.delta:g}); "
         f"{steps} steps were asked for, which cost {_share(share)}."
     )
+    if not all(isinstance(event, GaussianStep) for event in asked):
+        return words
     if len(asked) > _MANY:
         return f"{words} Ledger.scaled_to_fit finds noise with which they fit."
     try:
@@ -77,12 +79,16 @@ def _share(share: float) -> str:
     return f"{share:.3%} of it" if share < 1e4 else f"{share:.3g} times the whole of it"
 
 
-def noise_factor_to_fit(status: Status, events: Sequence[GaussianStep]) -> float:
+def noise_factor_to_fit(status: Status, events: Sequence[Event]) -> float:
     """The smallest factor on every σ (within 1e-9) with which the events fit; 1 if they do."""
     terms, left = status.terms, status.terms.limit - status.spent_units
 
     def fits(factor: float) -> bool:
-        scaled = [replace(e, noise_multiplier=e.noise_multiplier * factor) for e in events]
+        scaled = [
+            replace(e, noise_multiplier=e.noise_multiplier * factor)
+            for e in events
+            if isinstance(e, GaussianStep)
+        ]
         return sum(terms.costs(scaled)) <= left
 
     if fits(1.0):

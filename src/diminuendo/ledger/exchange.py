@@ -19,7 +19,8 @@ from diminuendo.ledger import schema
 from diminuendo.ledger.address import file_of
 from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.identity import Progress, silent
-from diminuendo.ledger.records import Record, canonical, unpack
+from diminuendo.ledger.mechanisms import Laplace, Mechanism, ZeroConcentrated
+from diminuendo.ledger.records import Event, Record, canonical, unpack
 from diminuendo.ledger.replay import Replay
 from diminuendo.ledger.rows import (
     add_budget,
@@ -200,7 +201,8 @@ def _import(
                 "has happened, it should be on record: import with overspend=True (--overspend)."
             )
         now = replace(status, spent_units=status.spent_units + cost)
-        content = {**body, **charged, "cost": str(cost), "steps": steps}
+        limit = {"limit": str(terms.limit)}
+        content = {**body, **charged, **limit, "cost": str(cost), "steps": steps}
         return write(change, "import", now, None, content, origin=origin)
 
     record = ledger.write_transaction(work)
@@ -285,7 +287,7 @@ def _header(line: str, path: Path) -> dict[str, Any]:
     return header
 
 
-def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
+def granted_events(ledger: Ledger, name: str) -> list[Event]:
     """Every event that was granted on a budget and not given back, in order."""
     runs = {run.id: run for run in ledger.runs(name)}
     events = []
@@ -303,9 +305,7 @@ def granted_events(ledger: Ledger, name: str) -> list[GaussianStep]:
             for event in unpack(record.body["events"]):
                 kept = min(event.count, run.started - at) if ended else event.count
                 if kept > 0:
-                    events.append(GaussianStep(
-                        noise_multiplier=event.noise_multiplier,
-                        sampling_rate=event.sampling_rate, count=kept))  # fmt: skip
+                    events.append(replace(event, count=kept))
                 at += event.count
     return events
 
@@ -321,6 +321,9 @@ def to_dp_accounting(ledger: Ledger, name: str) -> Any:
     budget = ledger.status(name).terms.budget
     composed = []
     for event in granted_events(ledger, name):
+        if not isinstance(event, GaussianStep):
+            composed.append(dp.SelfComposedDpEvent(_dp_event(dp, event), event.count))
+            continue
         if event.sampling_rate < 1 and budget.relation != "add-remove":
             raise InputError(
                 "add-remove for subsampled steps",
@@ -333,3 +336,15 @@ def to_dp_accounting(ledger: Ledger, name: str) -> Any:
             one = dp.PoissonSampledDpEvent(event.sampling_rate, one)
         composed.append(dp.SelfComposedDpEvent(one, event.count))
     return dp.ComposedDpEvent(composed)
+
+
+def _dp_event(dp: Any, mechanism: Mechanism) -> Any:
+    if isinstance(mechanism, Laplace):
+        return dp.LaplaceDpEvent(mechanism.scale)
+    if isinstance(mechanism, ZeroConcentrated):
+        return dp.ZCDpEvent(mechanism.rho)
+    raise InputError(
+        "one that dp-accounting has an event for",
+        name="the release",
+        value=type(mechanism).__name__,
+    )

@@ -60,7 +60,7 @@ class Ed25519Key(Key):
         """ "ed25519:" and 128 hexadecimal digits."""
         if self._private is None:
             raise UsageError("This is a public key, which checks signatures and makes none.")
-        return "ed25519:" + self._private.sign(digest.encode()).hex()
+        return "ed25519:" + str(self._private.sign(digest.encode()).hex())
 
     def checks(self, digest: str, signature: str) -> bool:
         """By the public key."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diminuendo.errors import InputError, UsageError
-from diminuendo.events import GaussianStep
 from diminuendo.ledger import process, rows
 from diminuendo.ledger.capacity import affordable, refund_of
-from diminuendo.ledger.records import Record, canonical, pack
+from diminuendo.ledger.records import Event, Record, canonical, pack
 from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Run
 from diminuendo.ledger.store import Change
 from diminuendo.ledger.terms import Terms
@@ -59,7 +58,7 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
         raise BudgetExists(existing.terms)
     rows.refuse_second_budget(change.connection, terms, allow_second)
     status = rows.add_budget(change.connection, terms)
-    body = {"terms": terms.to_dict(), "by": process.user_name()}
+    body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name()}
     return rows.write(change, "create", status, None, body)
 
 
@@ -90,7 +89,7 @@ class GrantRequest:
     """The arguments of `Ledger.grant`, with the price of each event."""
 
     run: str
-    events: list[GaussianStep]
+    events: list[Event]
     costs: list[int]
     first: int | None
     start: bool

@@ -15,6 +15,10 @@ from typing import Any
 
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
+from diminuendo.ledger.mechanisms import Mechanism, from_json, to_json
+
+Event = GaussianStep | Mechanism
+"""What a budget can be charged for."""
 
 START = "sha256:" + "0" * 64
 """The digest that the first record of a version 1 ledger follows; see `start_of`."""
@@ -123,19 +127,26 @@ def digest_of(
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def pack(events: Sequence[GaussianStep]) -> list[list[float | int]]:
-    """Events in a record: [noise multiplier, sampling rate, count] each."""
-    return [[e.noise_multiplier, e.sampling_rate, e.count] for e in events]
+def pack(events: Sequence[Event]) -> list[list[Any]]:
+    """Events in a record: [noise multiplier, sampling rate, count] or [kind, parameters, count]."""
+    return [
+        [e.noise_multiplier, e.sampling_rate, e.count]
+        if isinstance(e, GaussianStep)
+        else to_json(e)
+        for e in events
+    ]
 
 
-def unpack(rows: Any) -> list[GaussianStep]:
+def unpack(rows: Any) -> list[Event]:
     """The events that `pack` wrote, checked."""
     try:
         return [
-            GaussianStep(noise_multiplier=sigma, sampling_rate=rate, count=count)
-            for sigma, rate, count in rows
+            from_json(first, second, count)
+            if isinstance(first, str)
+            else GaussianStep(noise_multiplier=first, sampling_rate=second, count=count)
+            for first, second, count in rows
         ]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(

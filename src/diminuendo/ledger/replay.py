@@ -128,8 +128,7 @@ class Replay:
             _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
-            opened = {name: value for name, value in body.items() if name != "after"}
-            self.runs[run] = Account(budget, opened)
+            self.runs[run] = Account(budget, _without_sums(body))
         else:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
@@ -169,7 +168,7 @@ class Replay:
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
         _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
-        account.opened.update({name: value for name, value in body.items() if name != "after"})
+        account.opened.update(_without_sums(body))
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
         del kind
@@ -217,6 +216,11 @@ class Replay:
 
 def _slack(terms: Terms, cost: int) -> int:
     return 0 if terms.order is None else cost >> _SLACK
+
+
+def _without_sums(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What an open or resume record says of the run's owner."""
+    return {name: value for name, value in body.items() if name not in ("after", "db_user")}
 
 
 def _parsed(body: Any) -> Mapping[str, Any]:

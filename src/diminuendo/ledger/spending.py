@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from diminuendo import _validate, events
 from diminuendo.errors import BudgetRefused, InputError, UsageError
 from diminuendo.events import GaussianStep
+from diminuendo.ledger.anchors import LedgerWarning
 from diminuendo.ledger.records import Head
+from diminuendo.ledger.store import PermissionRefused
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 
@@ -365,9 +367,20 @@ class LedgerSpending(Spending):
             run = self.ledger.run(self.run)
             if run.status == "open" and run.generation == self._generation:
                 used = min(max(self.steps, self._unknown), self._started) - self._first
-                self.ledger.close_run(
-                    self.run, used=used, reason=reason, generation=self._generation
-                )
+                self._close_run(used, reason)
+
+    def _close_run(self, used: int, reason: str) -> None:
+        """End the run; where the database lets only an officer give back, it stays open."""
+        try:
+            generation = self._generation
+            self.ledger.close_run(self.run, used=used, reason=reason, generation=generation)
+        except PermissionRefused:
+            warnings.warn(
+                f"Run {self.run} stays open, because its database user may not give budget back. "
+                f"An officer can: diminuendo ledger reclaim {self.run}",
+                LedgerWarning,
+                stacklevel=4,
+            )
 
     def state(self) -> dict[str, Any]:
         """What `resume` needs later, as JSON: what was granted, and in which runs."""

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, bindparam, inspect, or_, select, text
+from sqlalchemy import Connection, Engine, bindparam, inspect, literal_column, or_, select, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -39,6 +39,7 @@ T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
 _LOCKED_HEAD = select(schema.head).with_for_update()
+_LOCKED_HEAD_AND_USER = _LOCKED_HEAD.add_columns(literal_column("session_user").label("db_user"))
 _LAST_RECORDS = select(schema.records).where(
     or_(
         schema.records.c.token == bindparam("token"),
@@ -47,6 +48,10 @@ _LAST_RECORDS = select(schema.records).where(
     )
 )
 _ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
+
+
+class PermissionRefused(LedgerError):
+    """The database does not allow its user what was asked for (`diminuendo ledger roles`)."""
 
 
 class Change:
@@ -60,11 +65,14 @@ class Change:
         key: Key | None = None,
     ) -> None:
         self.connection, self.token, self._key = connection, token, key
-        head = connection.execute(_LOCKED_HEAD).one_or_none()
+        named = connection.engine.dialect.name != "sqlite"
+        query = _LOCKED_HEAD_AND_USER if named else _LOCKED_HEAD
+        head = connection.execute(query).one_or_none()
         if head is None:
             raise LedgerError("The ledger is damaged: its head is missing.")
         _check_version(head.version)
         self.head = Head(head.ledger, head.seq, head.digest)
+        self._user = {"db_user": str(head.db_user)} if named else {}
         self._appended = 0
         known = head.seq if seen is None else seen.seq
         wanted = {"token": token, "last": head.seq, "seen": known}
@@ -78,7 +86,11 @@ class Change:
         """The record that already has the token, if there is one."""
 
     def append(self, kind: str, *, budget: str, run: str = "", body: Mapping[str, Any]) -> Record:
-        """Add a record to the chain; the first one of a change has the change's token."""
+        """Add a record to the chain; the first one of a change has the change's token.
+
+        On PostgreSQL it names the database's user, which no client can choose.
+        """
+        body = {**body, **self._user}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = Record.link(
             seq=self.head.seq + 1,
@@ -223,6 +235,15 @@ class Store:
         if self._seen is None or self._seen.seq < head.seq:
             self._seen = head
 
+    def administer(self, work: Callable[[Connection], None]) -> None:
+        """Run `work` on the database in one transaction, outside the chain."""
+
+        def once() -> None:
+            with self._transaction(write=True) as connection:
+                work(connection)
+
+        self._retrying(once)
+
     def prepare(self) -> None:
         """Create the ledger, or migrate an older one, inside one transaction."""
         if self._file is not None:
@@ -268,6 +289,11 @@ class Store:
         if self._sqlite and "locked" in words and self._file is not None:
             holder = lock_holder(self._file) or "Another program"
             remedy = f"{holder[0].upper()}{holder[1:]} holds it; try again when that is done."
+        if str(getattr(cause, "sqlstate", None)) == "42501":
+            return PermissionRefused(
+                f"The database refuses this to its user: {words}. Nothing was charged. "
+                "`diminuendo ledger roles` says who may do what."
+            )
         return LedgerError(
             f"The ledger {self.display} could not be used: {words}. Nothing was released; what may "
             f"have been charged stays charged. {remedy}"

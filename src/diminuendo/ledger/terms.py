@@ -15,6 +15,7 @@ from diminuendo.accounting.filters import UNIT, GaussianFilter, RenyiFilter
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
+from diminuendo.ledger.mechanisms import Mechanism
 
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
@@ -64,9 +65,14 @@ class Terms:
         """The most that can be spent, in units of 2⁻²⁰⁰."""
         return self.filter.limit
 
-    def costs(self, events: Sequence[GaussianStep]) -> list[int]:
+    def costs(self, events: Sequence[GaussianStep | Mechanism]) -> list[int]:
         """The price of each event (of all its `count` steps), in units of 2⁻²⁰⁰, rounded up."""
-        return self.filter.costs(events)
+        steps = [event for event in events if isinstance(event, GaussianStep)]
+        prices = iter(self.filter.costs(steps) if steps else [])
+        return [
+            next(prices) if isinstance(event, GaussianStep) else event.cost(self.order)
+            for event in events
+        ]
 
     def refund(self, cost: int) -> int:
         """How much is given back for unused steps that cost this much.

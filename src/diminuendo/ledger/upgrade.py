@@ -24,7 +24,7 @@ def add_sums(connection: Connection) -> None:
     replay = Replay(head.ledger)
     query = text(f"SELECT {_VERSION_1_COLUMNS} FROM {schema.records.name} ORDER BY seq")
     for row in connection.execute(query):
-        replay.feed(row._mapping)
+        replay.feed(dict(row._mapping))
     last = replay.digest if replay.seq else START
     if (replay.seq, last) != (head.seq, head.digest):
         raise LedgerError(_inconsistent("its head is not its last record"))

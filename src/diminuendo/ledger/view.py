@@ -1,0 +1,128 @@
+"""A ledger as facts for a page, a table or a program: budgets, runs, history, forecast."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from diminuendo.errors import LedgerError
+from diminuendo.ledger import schema
+from diminuendo.ledger.book import Ledger
+from diminuendo.ledger.rows import Run, Status
+from diminuendo.ledger.store import record_of
+from diminuendo.ledger.verify import verify
+
+_POINTS = 500
+_LAST_RUNS = 5
+_RUN_COLUMNS = ("run", "budget", "label", "by", "db_user", "host", "opened", "status", "granted",
+                "started", "confirmed", "spent")  # fmt: skip
+
+
+def facts(ledger: Ledger, *, check: bool = True) -> dict[str, Any]:
+    """Everything about a ledger, as JSON values.
+
+    check  also verify every record, which takes about a second for each 20,000
+    """
+    head = ledger.head
+    return {
+        "ledger": ledger.address,
+        "id": head.ledger,
+        "records": head.seq,
+        "head": head.digest,
+        "verification": verification(ledger) if check else None,
+        "budgets": [budget_facts(ledger, status) for status in ledger.budgets()],
+    }
+
+
+def verification(ledger: Ledger) -> dict[str, Any]:
+    """Whether the ledger is consistent, and what is wrong if it is not."""
+    try:
+        result = verify(ledger)
+    except LedgerError as error:
+        return {"consistent": False, "message": str(error)}
+    words = f"{result.records} records, {result.runs} runs and {result.steps} steps are consistent."
+    return {"consistent": True, "message": words}
+
+
+def budget_facts(ledger: Ledger, status: Status) -> dict[str, Any]:
+    """A budget with its runs, its history and how many more such runs fit."""
+    terms, left = status.terms, status.left
+    runs = ledger.runs(terms.name)
+    people = ledger.read_transaction(lambda connection: _opened(connection, terms.name))
+    shares = [run.spent_units for run in runs if run.spent_units]
+    return {
+        **terms.to_dict(),
+        "spent": status.spent,
+        "epsilon_certified": terms.budget.epsilon if status.spent_units else 0.0,
+        "epsilon_odometer": status.odometer,
+        "epsilon_charged": status.epsilon,
+        "epsilon_left": 0.0 if left is None else left.epsilon,
+        "forecast": _forecast(status, shares[-_LAST_RUNS:]),
+        "history": ledger.read_transaction(lambda connection: _history(connection, status)),
+        "runs": [run_facts(run, status, people.get(run.id, {})) for run in runs],
+    }
+
+
+def run_facts(run: Run, status: Status, opened: dict[str, str]) -> dict[str, Any]:
+    """A run: who, when, how many steps, and the share of the budget that it cost."""
+    values = (
+        run.id, run.budget, run.opened["label"], run.opened["by"], opened.get("db_user", ""),
+        run.opened["host"], opened.get("at", ""), run.status, run.granted, run.started,
+        run.confirmed, run.spent_units / status.terms.limit,
+    )  # fmt: skip
+    return dict(zip(_RUN_COLUMNS, values, strict=True))
+
+
+def runs_csv(budgets: list[dict[str, Any]]) -> str:
+    """Every run of these budgets as CSV, with a line of titles."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _RUN_COLUMNS)
+    writer.writeheader()
+    for budget in budgets:
+        writer.writerows({name: _plain(run[name]) for name in run} for run in budget["runs"])
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """A text that a spreadsheet does not take for a formula."""
+    risky = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t")
+    return f"'{value}" if risky else value
+
+
+def _forecast(status: Status, costs: list[int]) -> dict[str, Any]:
+    """How many more runs like the last ones fit, by what they cost on average."""
+    if not costs:
+        return {"runs": None, "like": 0}
+    left = max(status.terms.limit - status.spent_units, 0)
+    return {"runs": left // math.ceil(sum(costs) / len(costs)), "like": len(costs)}
+
+
+def _opened(connection: Connection, name: str) -> dict[str, dict[str, str]]:
+    """When each run of a budget was opened, and by which user of the database."""
+    columns = schema.records.c
+    query = select(schema.records).where(columns.budget == name, columns.kind == "open")
+    records = [record_of(row) for row in connection.execute(query)]
+    return {r.run: {"at": r.at, "db_user": str(r.body.get("db_user", ""))} for r in records}
+
+
+def _history(connection: Connection, status: Status) -> list[list[Any]]:
+    """[time, share spent] after each of the last records that changed it, the oldest first."""
+    columns = schema.records.c
+    query = (
+        select(schema.records)
+        .where(columns.budget == status.terms.name)
+        .order_by(columns.seq.desc())
+        .limit(_POINTS)
+    )
+    points: list[list[Any]] = []
+    for record in [record_of(row) for row in connection.execute(query)][::-1]:
+        stated = record.body.get("after", {}).get("spent")
+        if stated is not None:
+            share = int(stated) / status.terms.limit
+            if not points or points[-1][1] != share:
+                points.append([record.at, share])
+    return points
