@@ -267,3 +267,9 @@ def test_a_measured_spectrum_brings_its_weights() -> None:
     assert not any("NOT PRIVATE" in sentence for sentence in joint.assumptions)
     unpaid = dim.plan(BUDGET, **LARGE, spectrum=paid, steps=10)
     assert any("NOT PRIVATE" in sentence for sentence in unpaid.assumptions)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    unknown: dict[str, Any] = {"kapa": 20}
+    with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'kapa'"):
+        dim.plan(BUDGET, **LARGE, **unknown)
