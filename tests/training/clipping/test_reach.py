@@ -433,11 +433,11 @@ class SavedNorm(Token):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+        self.gain, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
 
     def part(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x, (6,), self.gain.exp(), self.shift.sin())
-        return x * (self.shift.exp() * self.gain.sin())
+        x = F.group_norm(x, 2, self.gain.exp(), self.shift.sin())
+        return x * (self.shift.exp() * self.gain.sin())[:, None]
 
     def body(self, x: Tensor) -> Tensor:
         return checkpoint(self.part, super().body(x), use_reentrant=False)
