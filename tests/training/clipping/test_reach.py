@@ -202,6 +202,23 @@ class Sequences(Model):
         return self.layer(self.lstm(x.transpose(0, 1))[0]).transpose(0, 1)
 
 
+class Tables(Model):
+    """Constants looked up by the batch, and a table looked up by constants, both one a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.segment = torch.randn(5, 6), nn.Embedding(2, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        index = (x[:, :, 0] * 3).long().remainder(5)
+        places = self.table.index_select(0, index.view(-1)).view(x.shape)
+        places += self.segment(torch.zeros(len(x), 1, dtype=torch.long))
+        x = x + places
+        x[index == 2] = self.segment.weight[1]
+        order = index.flatten().argsort()
+        return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
+
+
 class Bags(Model):
     """Layers without code of their own."""
 
@@ -218,7 +235,7 @@ class Bags(Model):
 
 HEALTHY = [
     Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Tied, Saved,
-    SavedOtherwise, Doubled, Sequences, Bags,
+    SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 
