@@ -202,6 +202,23 @@ class Sequences(Model):
         return self.layer(self.lstm(x.transpose(0, 1))[0]).transpose(0, 1)
 
 
+class Tables(Model):
+    """Constants looked up by the batch, and a table looked up by constants, both one a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.segment = torch.randn(5, 6), nn.Embedding(2, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        index = (x[:, :, 0] * 3).long().remainder(5)
+        places = self.table.index_select(0, index.view(-1)).view(x.shape)
+        places += self.segment(torch.zeros(len(x), 1, dtype=torch.long))
+        x = x + places
+        x[index == 2] = self.segment.weight[1]
+        order = index.flatten().argsort()
+        return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
+
+
 class Bags(Model):
     """Layers without code of their own."""
 
@@ -218,7 +235,7 @@ class Bags(Model):
 
 HEALTHY = [
     Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Tied, Saved,
-    SavedOtherwise, Doubled, Sequences, Bags,
+    SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 
@@ -403,6 +420,53 @@ def test_two_engines_share_a_loss() -> None:
             result = engine.clipped_sum(play(module, (x,)), Flat(0.5))
             for actual, total in zip(result.sums, expected[module], strict=True):
                 close(actual, total, 1e-10, "sum", 1e-3)
+
+
+def test_a_loss_of_something_else_that_goes_through_the_model() -> None:
+    """A generator that is not private learns through a critic that is."""
+    generator, critic = Model(), Token()
+    critic.embed = nn.Linear(3, 6)
+    x = torch.randn(4, 7, 2)
+    batch_loss(critic, (generator(x),)).sum().backward()
+    expected = [param.grad for param in generator.parameters()]
+    generator.zero_grad()
+    critic.zero_grad()
+    with Engine(critic) as engine:
+        with engine.frozen():
+            losses = batch_loss(critic, (generator(x),))
+        losses.sum().backward()
+        assert all(param.grad is None and param.requires_grad for param in critic.parameters())
+        for param, gradient in zip(generator.parameters(), expected, strict=True):
+            assert param.grad is not None
+            assert gradient is not None
+            close(param.grad, gradient, 1e-12, "gradient")
+        engine.clipped_sum(batch_loss(critic, (generator(x).detach(),)), Flat(1.0))
+        with pytest.raises(EngineError, match=r"frozen\(\)"):
+            batch_loss(critic, (generator(x),)).sum().backward()
+
+
+class SavedNorm(Token):
+    """What a checkpoint saves differs between a watched and an unwatched pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def part(self, x: Tensor) -> Tensor:
+        x = F.group_norm(x, 2, self.gain.exp(), self.shift.sin())
+        return x * (self.shift.exp() * self.gain.sin())[:, None]
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, super().body(x), use_reentrant=False)
+
+
+def test_a_checkpoint_that_runs_again_for_the_parameters_alone() -> None:
+    model, x = SavedNorm(), torch.randn(5, 7, 2)
+    _, sums = reference(per_example_by_backward(model, x), Flat(0.5), [])
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
+    for actual, expected in zip(result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, "sum", 1e-3)
 
 
 def test_a_function_of_the_users_own_is_refused() -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 PRIVATE = {
     "torch.autograd.Variable._execution_engine.run_backward": "the backward pass itself",
+    "torch._vmap_internals._vmap": "gradients of all examples through the parameters' own graph",
     "torch._C.DisableTorchFunction": "layers with code of their own are not watched inside",
     "torch._foreach_add_": "sums of many parameters in one kernel",
     "torch.ops.aten._unsafe_view.default": "an output's own place in the graph",
@@ -90,6 +91,11 @@ def test_a_mode_sees_operations_and_tensors_carry_marks() -> None:
 
 def test_gradients_of_many_examples_in_one_call() -> None:
     weight = torch.randn(3, requires_grad=True)
-    rows = torch.randn(5, 3)
-    (found,) = torch.autograd.grad(weight.sin(), [weight], [rows], is_grads_batched=True)
+    rows, out = torch.randn(5, 3), weight.sin()
+    run = torch.autograd.Variable._execution_engine.run_backward
+
+    def pull(row: Tensor) -> tuple[Tensor, ...]:
+        return run((out,), (row,), True, False, (weight,), True, False)  # type: ignore[no-any-return]
+
+    (found,) = torch._vmap_internals._vmap(pull, 0, 0, allow_none_pass_through=True)(rows)
     assert torch.allclose(found, rows * weight.detach().cos())

@@ -22,7 +22,8 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any
@@ -169,6 +170,24 @@ class Engine:
                 object.__setattr__(module, "forward", previous)
         self._installed.clear()
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Forward passes within take the model as it is, with constants for parameters.
+
+        For a loss of something else that goes through the model, such as a generator's through
+        its critic, and its ordinary ``backward()``.
+        """
+        self._tape.paused += 1
+        for param in self.parameters:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._tape.paused -= 1
+            if not self._tape.paused:
+                for param in self.parameters:
+                    param.requires_grad_(True)
+
     def __enter__(self) -> Engine:
         return self
 
@@ -247,7 +266,7 @@ class Engine:
             dtype = None if allowance is None else torch.float64
             empty = self.zeros(dtype) if accumulate is None else _made(accumulate)
             return ClippedSum(empty, losses.detach().double())
-        collected = _Norms(self._slot, losses.shape[0])
+        collected = _Norms(self._slot, losses.shape[0], self._root)
         self._backward(collected, losses)
         groups = [_Group() for _ in self.layers] if clip.per_layer else [_Group()]
         for slot, report in collected.finish(self.parameters):
@@ -593,8 +612,8 @@ class _Norms:
     pieces use too: those need the cross terms and wait for the end.
     """
 
-    def __init__(self, slot: dict[int, int], examples: int) -> None:
-        self.slot, self.examples = slot, examples
+    def __init__(self, slot: dict[int, int], examples: int, root: Root) -> None:
+        self.slot, self.examples, self.root = slot, examples, root
         self.live: list[Piece] = []
         self._reports: list[tuple[int, Report]] = []
         self._seen: set[int] = set()
@@ -623,7 +642,8 @@ class _Norms:
         for piece in self.live:
             if not piece.processed:
                 self._process(piece)
-        back = returned([p for p in self.live if isinstance(p, MetPiece)], self.examples)
+        with self.root.again(self.examples):  # checkpoints run forward again
+            back = returned([p for p in self.live if isinstance(p, MetPiece)], self.examples)
         if back is not None:
             self.live.append(back)
         for piece in self.live:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._vmap_internals import _vmap
 
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.errors import EngineError
@@ -203,26 +204,24 @@ def returned(pieces: Sequence[MetPiece], examples: int) -> MetPiece | None:
 def _pulled(
     outs: list[Tensor], inputs: list[nn.Parameter], weights: list[Tensor], examples: int
 ) -> list[Tensor | None]:
+    """What ``torch.autograd.grad`` returns for each example.
+
+    Not called by that name, because the watch would step aside for it, and not see what a
+    checkpoint does again.
+    """
+    autograd = torch.autograd.Variable._execution_engine
+
+    def pull(*rows: Tensor) -> Any:
+        given = tuple(outs), rows, True, False, tuple(inputs), True, False
+        return autograd.run_backward(*given)
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return list(
-                torch.autograd.grad(
-                    outs,
-                    inputs,
-                    weights,
-                    retain_graph=True,
-                    allow_unused=True,
-                    is_grads_batched=True,
-                )
-            )
+            batched: Any = _vmap(pull, 0, 0, allow_none_pass_through=True)
+            return list(batched(*weights))
     except (RuntimeError, NotImplementedError):  # an operation that cannot be batched
-        each = [
-            torch.autograd.grad(
-                outs, inputs, [w[i] for w in weights], retain_graph=True, allow_unused=True
-            )
-            for i in range(examples)
-        ]
+        each = [pull(*(w[i] for w in weights)) for i in range(examples)]
         return [
             None if column[0] is None else torch.stack([g for g in column if g is not None])
             for column in zip(*each, strict=True)

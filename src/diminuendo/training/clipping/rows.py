@@ -314,6 +314,8 @@ def _selected(
     del nr, out
     dim = _dim_of(args, kwargs, 1, source)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    if source is not args[0]:  # a batch of indices into something that holds no examples
+        return rows.moved(dim or 0) if rows.dim == 0 else Rows(rows.examples, -1)
     if dim != rows.dim or not isinstance(index, Tensor):
         return rows
     owners = rows.owners(source.shape[rows.dim]).to(index.device)

@@ -321,8 +321,8 @@ def _refuse_outside(piece: Piece) -> None:
         return
     raise EngineError(
         f"a backward pass reached '{piece.path}' outside the engine; call "
-        "engine.clipped_sum(losses, clip) instead of backward(), or close() the "
-        "engine and run the forward pass again"
+        "engine.clipped_sum(losses, clip) instead of backward(), or run the forward pass within "
+        "engine.frozen() if another model learns from this loss"
     )
 
 
