@@ -5,7 +5,7 @@ A write through `.data`, numpy or another library leaves a tensor's version as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,17 +20,20 @@ class Contents:
     def __init__(self) -> None:
         self._recorded: list[tuple[Tensor, int, int]] = []
 
-    def record(self, parts: Iterable[Tensor]) -> None:
+    def record(self, parts: Sequence[Tensor]) -> None:
         """Remember these tensors, and no others."""
-        listed = list(parts)
-        sums = checksums(listed)
-        self._recorded = [(p, p._version, s) for p, s in zip(listed, sums, strict=True)]
+        sums = checksums(parts)
+        self._recorded = [(p, p._version, s) for p, s in zip(parts, sums, strict=True)]
+
+    def forget(self) -> None:
+        """Remember none."""
+        self._recorded = []
 
     def overwritten(self) -> bool:
         """Whether a recorded tensor has other contents at the same version."""
-        same = [
-            (part, before) for part, version, before in self._recorded if part._version == version
-        ]
+        if not self._recorded:
+            return False
+        same = [(part, sum_) for part, version, sum_ in self._recorded if part._version == version]
         now = checksums([part for part, _ in same])
         return any(before != after for (_, before), after in zip(same, now, strict=True))
 
@@ -63,7 +66,7 @@ def _checksum(part: Tensor) -> Tensor:
     if not bits.numel():
         return total
     weights = _weights(part.device, min(bits.numel(), _CHUNK))
-    for chunk in bits.split(_CHUNK):
+    for chunk in torch.split(bits, _CHUNK):
         total = total * 1_000_003 + (chunk.to(torch.int64) * weights[: len(chunk)]).sum()
     return total
 

@@ -18,7 +18,7 @@ from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
 from diminuendo.training.clipping import Clip
-from diminuendo.training.clipping.probe import leaf_of, nodes
+from diminuendo.training.clipping.probe import nodes
 from diminuendo.training.contents import Contents
 from diminuendo.training.probe import Shapes, first_rows, other_batch, refuse_mixing_calls
 from diminuendo.training.sampling import Drawn
@@ -53,17 +53,16 @@ class Guard:
         self._untrained = self._all_untrained()
         self._size, self._drawn, self._outputs = size, drawn, None
         self._versions = None if drawn is None else self._trained_versions()
-        self._around.record([])
+        self._around.forget()
 
     def before_forward(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Look at a call of the model that will be differentiated, before it is made."""
         if self._versions is None:
             self._versions = self._trained_versions()
-        leaves = _pytree.tree_leaves((args, kwargs))
-        place = first_rows(leaves, self._size)
-        if place is None or not self._shapes.new(leaves[place], self._model.training):
+        rows = first_rows(args, kwargs, self._size)
+        if rows is None or not self._shapes.new(rows, self._model.training):
             return
-        if self._drawn is not None and self._drawn.other_rows(leaves[place]):
+        if self._drawn is not None and self._drawn.other_rows(rows):
             raise other_batch()
         self._around.record([*self._parameters, *[part for part, _ in self._untrained]])
         refuse_mixing_calls(self._model, args, kwargs, self._size)
@@ -131,7 +130,7 @@ class Guard:
             )
         if self._around.overwritten():
             raise _overwritten()
-        self._around.record([])
+        self._around.forget()
 
     def _trained_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
@@ -153,8 +152,9 @@ class Guard:
         """
         waited_for = self._outputs
         for node in nodes(losses):
-            waited_for = None if waited_for is not None and node in waited_for else waited_for
-            leaf = leaf_of(node)
+            if waited_for is not None and node in waited_for:
+                waited_for = None
+            leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and id(leaf) not in self._trained:
                 raise InputError(
                     "trained only as part of the model",

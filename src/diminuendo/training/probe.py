@@ -110,27 +110,34 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
 
     Rows are replaced in the first tensor of the call that has so many.
     """
+    rows = first_rows(args, kwargs, size)
     leaves, spec = _pytree.tree_flatten((args, kwargs))
-    place = first_rows(leaves, size)
-    if place is None:
+    place = next((i for i, leaf in enumerate(leaves) if leaf is rows), None)
+    if rows is None or place is None:
         return
 
-    def outputs(rows: Tensor) -> list[Tensor]:
-        given, named = _pytree.tree_unflatten([*leaves[:place], rows, *leaves[place + 1 :]], spec)
+    def outputs(others: Tensor) -> list[Tensor]:
+        replaced = [*leaves[:place], others, *leaves[place + 1 :]]
+        given, named = _pytree.tree_unflatten(replaced, spec)
         out = _pytree.tree_leaves(model(*given, **named))
         return [part for part in out if _has_rows(part, size)]
 
     try:
-        _responds(outputs, (leaves[place].detach(),))
+        _responds(outputs, (rows.detach(),))
     except DiminuendoError:
         raise
     except _ERRORS:
         return  # the call itself will say so
 
 
-def first_rows(leaves: Sequence[Any], size: int) -> int | None:
-    """Where the first tensor with so many rows is among the arguments of a call."""
-    return next((i for i, leaf in enumerate(leaves) if _has_rows(leaf, size)), None)
+def first_rows(args: Any, kwargs: dict[str, Any], size: int) -> Tensor | None:
+    """The first tensor with so many rows among the arguments of a call."""
+    if args and _has_rows(args[0], size):  # nearly always, and to flatten takes longer
+        first: Tensor = args[0]
+        return first
+    return next(
+        (leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _has_rows(leaf, size)), None
+    )
 
 
 def _has_rows(leaf: Any, size: int) -> bool:
@@ -192,7 +199,8 @@ def _passed(
     values: _Values, inputs: tuple[Tensor, ...], rewind: Callable[[], None]
 ) -> list[Tensor]:
     rewind()
-    return [torch.atleast_1d(part.clone()) for part in values(*[part.clone() for part in inputs])]
+    answers = values(*[part.clone() for part in inputs])
+    return [part.clone() if part.dim() else part.reshape(1) for part in answers]
 
 
 def _kept(size: int) -> Iterator[Tensor]:

@@ -164,12 +164,13 @@ class Drawn(NamedTuple):
                 continue
             given = rows.detach().to(whole.device)
             off = given[(given != part).flatten(1).any(1)][:_COMPARED]
-            if len(off) > 1 and all(_count(whole, row) == 1 > _count(part, row) for row in off):
+            elsewhere = [_count(whole, row) for row in off if not _count(part, row)]
+            if len(elsewhere) > 1 and set(elsewhere) == {1}:
                 return True
         return False
 
 
-_COMPARED = 8
+_COMPARED = 16
 
 
 def _count(rows: Tensor, row: Tensor) -> int:

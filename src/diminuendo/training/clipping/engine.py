@@ -38,7 +38,7 @@ from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.probe import Sketch, leaf_of, nodes, probe
+from diminuendo.training.clipping.probe import Sketch, nodes, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
@@ -456,8 +456,8 @@ class Engine:
             self._run_backward(losses, weights, sketch.arrive, keep=True)
             sketch.finish()
 
-        reached = [leaf for node in nodes(losses) if (leaf := leaf_of(node)) is not None]
-        stash = [(leaf, leaf.grad) for leaf in reached]
+        leaves = [node.variable for node in nodes(losses) if hasattr(node, "variable")]
+        stash = [(leaf, leaf.grad) for leaf in leaves]
         for leaf, _ in stash:
             leaf.grad = None
         try:

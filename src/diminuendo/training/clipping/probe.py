@@ -30,7 +30,7 @@ _EXPONENT = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 6, torch.float1
 
 
 def nodes(losses: Tensor) -> Iterator[Any]:
-    """The nodes of the graph behind ``losses``, each once."""
+    """The nodes of the graph behind ``losses``, each once; those of leaves have a ``variable``."""
     waiting, seen = [losses.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -39,12 +39,6 @@ def nodes(losses: Tensor) -> Iterator[Any]:
         seen.add(node)
         waiting += [source for source, _ in node.next_functions]
         yield node
-
-
-def leaf_of(node: Any) -> Tensor | None:
-    """The tensor whose gradient a node accumulates, if it is one that does."""
-    leaf = getattr(node, "variable", None)
-    return leaf if isinstance(leaf, Tensor) else None
 
 
 def weights(losses: Tensor, lowest: torch.dtype) -> Tensor:
