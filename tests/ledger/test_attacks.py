@@ -142,7 +142,7 @@ def test_a_commit_that_lands_after_the_client_gave_up(postgres: str) -> None:
         assert verify(patient).steps == 4
 
 
-def roll_back(ledger: Ledger, url: str, work: Callable[[], None]) -> None:
+def roll_back(ledger: Ledger, url: str, work: Callable[[], Any]) -> None:
     """Do something on the ledger, then put the database back to what it was before."""
     if url.startswith("sqlite"):
         path = Path(make_url(url).database or "")
@@ -165,7 +165,7 @@ def roll_back(ledger: Ledger, url: str, work: Callable[[], None]) -> None:
 
 def test_a_ledger_that_is_behind_what_was_seen(ledger: Ledger, url: str, run: str) -> None:
     """A standby that lost acknowledged grants, promoted under a program that goes on."""
-    roll_back(ledger, url, lambda: ledger.grant(run, [step(20.0, count=5)]) and None)
+    roll_back(ledger, url, lambda: ledger.grant(run, [step(20.0, count=5)]))
     seen = ledger.seen
     assert seen is not None
     verify(ledger)
@@ -384,7 +384,12 @@ def test_creating_a_budget_reads_no_other_budget(
     rows._terms.cache_clear()
     parsed: list[Any] = []
     from_dict = Terms.from_dict
-    monkeypatch.setattr(Terms, "from_dict", lambda data: parsed.append(1) or from_dict(data))
+
+    def counted(data: Any) -> Terms:
+        parsed.append(data)
+        return from_dict(data)
+
+    monkeypatch.setattr(Terms, "from_dict", counted)
     ledger.create("one more", BUDGET, data=f"sha256:{99:064x}")
     assert len(parsed) <= 1
     with pytest.raises(InputError, match="These data have the budget 'b7'"):

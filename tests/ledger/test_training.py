@@ -239,4 +239,5 @@ def test_a_run_whose_ledger_lost_what_it_had_seen_is_not_resumed(url: str, tmp_p
 
 
 def _rows(ledger: Ledger, query: str) -> list[dict[str, Any]]:
-    return ledger.read_transaction(lambda c: [dict(row._mapping) for row in c.execute(text(query))])
+    rows = ledger.read_transaction(lambda c: c.execute(text(query)).all())
+    return [dict(row._mapping) for row in rows]

@@ -294,14 +294,13 @@ def _release(steps: int, options: dict[str, Any], sampling_rate: float) -> Any:
         text = _files.read_text(value, name="--renyi")
         content = _files.parse_json(text, name="--renyi", source=str(value))
         return mechanisms.RenyiCurve(curve=content, count=steps)
-    return {
-        "--laplace": lambda: mechanisms.Laplace(scale=value, count=steps),
-        "--discrete-sigma": lambda: mechanisms.DiscreteGaussian(
-            noise_multiplier=value, count=steps
-        ),
-        "--pure-epsilon": lambda: mechanisms.PureEpsilon(epsilon=value, count=steps),
-        "--rho": lambda: mechanisms.ZeroConcentrated(rho=value, count=steps),
-    }[option]()
+    if option == "--laplace":
+        return mechanisms.Laplace(scale=value, count=steps)
+    if option == "--discrete-sigma":
+        return mechanisms.DiscreteGaussian(noise_multiplier=value, count=steps)
+    if option == "--pure-epsilon":
+        return mechanisms.PureEpsilon(epsilon=value, count=steps)
+    return mechanisms.ZeroConcentrated(rho=value, count=steps)
 
 
 @app.command("release", hidden=True)

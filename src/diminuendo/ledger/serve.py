@@ -122,7 +122,7 @@ def _fields(body: Any, known: set[str]) -> dict[str, Any]:
 def openapi() -> dict[str, Any]:
     """The description of the interface, in OpenAPI 3.1."""
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    token = [{"token": []}]
+    token: list[dict[str, list[str]]] = [{"token": []}]
     refused = {
         "400": {"description": "The request is wrong."},
         "403": {"description": "The token is missing or wrong, or the server only reads."},

@@ -494,3 +494,17 @@ def test_a_function_of_the_users_own_is_refused() -> None:
 
 def test_the_random_reference_agrees() -> None:
     compare(Token(), (torch.randn(3, 7, 2),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
+def test_confident_models_pass_the_probe(dtype: torch.dtype, scale: float) -> None:
+    """Probabilities near underflow lose digits when they are weighted, and are no mixture."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3).to(dtype)
+        with torch.no_grad():
+            model.weight.mul_(scale)
+        x, y = torch.randn(30, 4, dtype=dtype), torch.randint(0, 3, (30,))
+        with Engine(model) as engine:
+            engine.probe(nn.functional.cross_entropy(model(x), y, reduction="none"))
