@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test bench docs format picture clean
+.PHONY: setup demo test test-models models-table bench docs format picture clean
 
 setup: .venv/.ready
 
@@ -20,10 +20,24 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto -m "not slow"
 
+test-models: .venv-models/.ready
+	.venv-models/bin/python -m pytest -q -n auto -W ignore tests/models
+
+models-table: .venv-models/.ready
+	.venv-models/bin/python -m pytest -q -W ignore tests/models
+	.venv-models/bin/python tests/models/table.py
+
+.venv-models/.ready: pyproject.toml constraints-models.txt
+	$(PYTHON) -m venv .venv-models
+	.venv-models/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-models.txt -e '.[models]'
+	touch $@
+
 bench: setup
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/accounting.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/models.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/noise.py
 	$(BIN)/python benchmarks/ledger.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/replicas.py
 	$(BIN)/pytest -n auto -m slow
@@ -45,4 +59,4 @@ picture: setup
 	$(BIN)/python examples/picture.py
 
 clean:
-	rm -rf .venv .venv-docs out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-models out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

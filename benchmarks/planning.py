@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 from rich.progress import track
@@ -11,6 +12,9 @@ from timing import show, timed
 import diminuendo as dim
 from diminuendo import bounds, influence, schedules
 from diminuendo.accounting import renyi
+from diminuendo.bounds.landscape import Quadratic
+from diminuendo.bounds.runs import joint_problem
+from diminuendo.budget import Relation
 from diminuendo.cli.options import print_table
 
 
@@ -63,10 +67,34 @@ def speed() -> None:
             1.0,
             lambda: schedules.priced(q, lambda s: renyi.divergence(8, s, 0.01), 1.5),
         ),
+        (
+            "learning rates jointly, T = 10,000, 100 eigenvalues",
+            1.0,
+            lambda: joint_problem(Quadratic(np.arange(1, 101.0) ** -1, 1.0, ""), 1e-4).solve(
+                10_000
+            ),
+        ),
+        ("plan, 100 steps at rate 0.1", 1.0, lambda: small_plan(steps=100, sampling_rate=0.1)),
+        (
+            "plan, 40 steps at rate 0.1, replace-one",
+            1.0,
+            lambda: small_plan(relation="replace-one", steps=40, sampling_rate=0.1),
+        ),
+        (
+            "plan, 60 steps at two rates",
+            1.0,
+            lambda: small_plan(sampling_rate=[0.1] * 30 + [0.05] * 30),
+        ),
     ):
         seconds, _ = timed(call)
         rows.append([name, show(seconds), show(must), f"{seconds / floor:.1f}"])
     print_table("Planning", ["what", "median of 5", "must be under", "× exp of a million"], rows)
+
+
+def small_plan(relation: Relation = "add-remove", **options: Any) -> dim.Plan:
+    """A subsampled plan for 10,000 examples at (2, 1e-5)."""
+    budget = dim.Budget(epsilon=2, delta=1e-5, relation=relation)
+    return dim.plan(budget, examples=10_000, parameters=10, gamma=0.98, **options)
 
 
 def price() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 import diminuendo as dim
 from diminuendo.training import PrivateGradients
 from diminuendo.training.clipping import Engine, Flat
+from diminuendo.training.mechanism import ExactNoise, NoiseName
+from diminuendo.training.mechanism.keys import Keys
 
 Step = Callable[[], object]
 
@@ -124,12 +127,12 @@ def plain_step(name: str, device: str, update: bool = False) -> Step:
     return step
 
 
-def private_step(name: str, device: str, update: bool = False) -> Step:
+def private_step(name: str, device: str, update: bool = False, noise: NoiseName = "exact") -> Step:
     """The clipped sum alone; with `update`, the whole of PrivateGradients and the optimiser."""
     model, x, y = workload(name, device)
     optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
     if update:
-        return whole_step(model, x, y, optimiser)
+        return whole_step(model, x, y, optimiser, noise)
     engine, clip = Engine(model), Flat(1.0)
 
     def step() -> None:
@@ -141,7 +144,9 @@ def private_step(name: str, device: str, update: bool = False) -> Step:
     return step
 
 
-def whole_step(model: nn.Module, x: Tensor, y: Tensor, optimiser: torch.optim.Optimizer) -> Step:
+def whole_step(
+    model: nn.Module, x: Tensor, y: Tensor, optimiser: torch.optim.Optimizer, noise: NoiseName
+) -> Step:
     """Request, clip, sum, noise, divide, update."""
     plan = dim.plan(
         dim.Budget(epsilon=1, delta=1e-5),
@@ -150,12 +155,24 @@ def whole_step(model: nn.Module, x: Tensor, y: Tensor, optimiser: torch.optim.Op
         steps=100_000,
         schedule="uniform",
     )
-    private = PrivateGradients(model, plan)
+    private = PrivateGradients(model, plan, noise=noise)
 
     def step() -> None:
         optimiser.zero_grad()
         private.backward(F.cross_entropy(model(x), y, reduction="none"))
         optimiser.step()
+
+    return step
+
+
+def noise_step(name: str, device: str) -> Step:
+    """The noise of a step, added to a sum of zeros."""
+    size = sum(parameter.numel() for parameter in workload(name)[0].parameters())
+    source, steps = ExactNoise(Keys.make()), itertools.count()
+
+    def step() -> None:
+        zeros = torch.zeros(size, dtype=torch.float64, device=device)
+        source.add_noise(zeros, noise_std=1.0, sensitivity=1.0, step=next(steps))
 
     return step
 
@@ -291,6 +308,8 @@ def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
     updates = {
         "plain+SGD": plain_step(name, device, True),
         "private, whole": private_step(name, device, True),
+        "private, fast noise": private_step(name, device, True, "fast"),
+        "exact noise alone": noise_step(name, device),
     }
     report(name, compare(updates, rounds, device), "plain+SGD")
 

@@ -45,19 +45,18 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether it is imported at the top) for every import of this package."""
+def imports(path: Path) -> list[str]:
+    """Every module that a file imports, at its top or inside a function."""
     tree = ast.parse(path.read_text())
-    found = []
+    modules: list[str] = []
     for node in ast.walk(tree):
-        top = node in tree.body
         if isinstance(node, ast.Import):
-            found += [(name.name, top) for name in node.names]
+            modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "diminuendo":
-            found += [(f"diminuendo.{name.name}", top) for name in node.names]
+            modules += [f"diminuendo.{name.name}" for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.module, top))
-    return found
+            modules.append(node.module)
+    return modules
 
 
 def files() -> list[Path]:
@@ -76,7 +75,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     allowed = (
         BEFORE[here] | {here, *FACADE} | (GROUND - {here} if here not in GROUND else BEFORE[here])
     )
-    for module, top in imports(path):
+    for module in imports(path):
         if module.startswith("diminuendo"):
             target = room(module)
             assert target in allowed, f"{path.name} in {here} imports {module}"

@@ -115,7 +115,7 @@ def test_the_seam_is_small() -> None:
     """A verb more is a verb that every spending, wrapper and test has to know."""
     public = {name for name in vars(Spending) if not name.startswith("_")}
     verbs = {"fits", "request", "resume", "close"}
-    values = {"granted", "epsilon", "state", "receipt", "cite", "adaptive", "durable"}
+    values = {"granted", "epsilon", "state", "receipt", "cite", "adaptive", "durable", "unit"}
     assert public == verbs | values
 
 

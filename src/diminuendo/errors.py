@@ -8,7 +8,8 @@
     │                         (also a ModuleNotFoundError)
     ├── EngineError           per-example gradients cannot be computed here     2
     │   │                     (also a ValueError)
-    │   └── UnsupportedModule the model has a layer that rules them out         2
+    │   ├── UnsupportedModule the model has a layer that rules them out         2
+    │   └── MixedExamples     a loss depends on several examples                2
     ├── BudgetRefused         the request costs more than is left               3
     └── LedgerError           the ledger is out of reach, full or damaged       1
 

@@ -37,12 +37,14 @@ class Spending(ABC):
     steps     how many single steps were granted
     adaptive  whether steps may be chosen by what earlier ones released
     durable   whether it still knows after a crash which steps may have been released
+    unit      what one of the plan's examples must be: "example" for a row, else a person's all
 
     As a context it resumes at the start and closes at the end.
     """
 
     adaptive: bool = False
     durable: bool = False
+    unit: str = "example"
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import mpmath
 import numpy as np
@@ -261,7 +262,7 @@ def test_bad_input(call, said: str) -> None:
 
 
 @pytest.mark.parametrize("conversion", ["exact", "zcdp"])
-def test_one_claim_for_full_batches_and_samples(conversion: str) -> None:
+def test_one_claim_for_full_batches_and_samples(conversion: Literal["exact", "zcdp"]) -> None:
     budget = dim.Budget(epsilon=3, delta=1e-5, conversion=conversion)
     events = [dim.GaussianStep(noise_multiplier=s, count=n) for s, n in ((8.0, 3), (5.0, 2))]
     R = 3 / 64 + 2 / 25

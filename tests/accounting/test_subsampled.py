@@ -309,3 +309,68 @@ def test_corners(sigma):
         assert 0.0 <= found.lower <= found.upper < math.inf, case
         limit = 1e-3 if 0.1 <= found.upper <= 20.0 else 5e-3
         assert found.upper - found.lower <= limit * max(found.upper, 1e-3), (case, found)
+
+
+def convolved_delta(sigmas: Vector, rate: float, eps: float) -> float:
+    """δ(ε) when a record is removed, by convolution on a grid: each atom split by its mean."""
+    step, size = 1e-5, 1 << 18
+    total = np.ones(size // 2 + 1, dtype=np.complex128)
+    for sigma in sigmas:
+        mu = 1 / sigma
+        z = np.linspace(-9, mu + 9, 40_001)
+        losses = np.log1p(rate * np.expm1(mu * z - mu * mu / 2))
+        density = np.exp(-z * z / 2) * (1 - rate) + rate * np.exp(-((z - mu) ** 2) / 2)
+        mass = density / density.sum()
+        place = losses / step
+        below = np.floor(place).astype(int)
+        part = place - below
+        law = np.bincount(below % size, weights=mass * (1 - part), minlength=size)
+        law += np.bincount((below + 1) % size, weights=mass * part, minlength=size)
+        total *= np.fft.rfft(law)
+    masses = np.fft.irfft(total, size)
+    index = np.arange(size)
+    values = np.where(index < 0.9 * size, index, index - size) * step
+    return float(masses @ np.maximum(-np.expm1(eps - values), 0))
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "delta"),
+    [
+        (np.geomspace(0.6, 3, 98), 1.3e-4),
+        (np.geomspace(0.5, 5, 98), 3e-4),
+        (np.linspace(0.45, 1, 98), 3e-4),
+    ],
+)
+def test_many_sigmas_at_a_tiny_rate(sigmas, delta):
+    """Losses from 1e-4 to above one at once: brackets under 1%, not a quarter."""
+    found = bounds(sigmas, np.full(98, 1e-4), np.ones(98), delta)
+    assert 0 < found.upper - found.lower < 0.01 * found.upper
+    assert convolved_delta(sigmas, 1e-4, found.upper) <= delta * (1 + 2e-3)
+    assert convolved_delta(sigmas, 1e-4, found.lower) >= delta * (1 - 2e-3)
+
+
+tiny = st.lists(st.tuples(st.floats(0.2, 3), st.floats(1e-8, 1e-5)), min_size=2, max_size=5)
+
+
+@settings(max_examples=5)
+@given(tiny, st.floats(1e-4, 1))
+def test_delta_is_never_above_the_chance_of_being_noticed(steps, eps):
+    sigmas, rates = map(np.array, zip(*steps, strict=True))
+    union = float(np.sum(rates * total_variation(1 / sigmas)))
+    assert delta_bounds(sigmas, rates, np.ones(len(steps)), eps).upper <= union * (1 + 1e-9)
+    assert bounds(sigmas, rates, np.ones(len(steps)), min(union * 1.01, 0.5)).upper == 0
+    assert running_epsilon(sigmas, rates, min(union * 1.01, 0.5))[-1] == 0
+
+
+def test_scattered_tiny_rates():
+    sigmas, rates, counts = arrays([0.204, 0.935], [1.6e-7, 1.8e-6], [1, 1])
+    found = delta_bounds(sigmas, rates, counts, 0.0125)
+    assert found.lower <= 7.9e-8 <= found.upper <= 1e-6
+
+
+@pytest.mark.parametrize("eps", [20.0, 699.0, 700.0, 710.0, 1e4])
+def test_delta_at_a_large_epsilon_is_a_number(eps):
+    one = delta_bounds(*arrays([1.0], [1e-8], [1]), eps)
+    two = delta_bounds(*arrays([1.0, 2.0], [1e-8, 1e-3], [1, 3]), eps)
+    for found in (one, two):
+        assert 0 <= found.lower <= found.upper < 1e-20

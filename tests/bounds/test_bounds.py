@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,38 @@ def test_psgd_batch_and_term() -> None:
     assert bounds.psgd_sampling_term(
         parameters=8, strong_convexity=0.5, examples=100, R=0.2, gap=4
     ) == pytest.approx(8 / (2 * 0.5 * 100**2 * 0.2 * 4))
+
+
+def test_a_batch_held_at_all_examples_saves_nothing() -> None:
+    facts: dict[str, Any] = {"parameters": 8, "strong_convexity": 0.5, "examples": 100, "gap": 4}
+    whole = bounds.psgd_sampling_term(**facts, R=1.0)
+    assert bounds.psgd_sampling_term(**facts, R=9.0) == whole
+    assert bounds.psgd_sampling_term(**facts, R=0.5) == pytest.approx(2 * whole)
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.2, 0.4, 0.9])
+@pytest.mark.parametrize("gamma", [0.5, 0.95, 0.9999])
+def test_psgd_term_with_momentum(beta: float, gamma: float) -> None:
+    """Above α_g for β < 1/3, and an upper bound for every number of steps."""
+    facts: dict[str, Any] = {
+        "parameters": 8,
+        "strong_convexity": 0.5,
+        "examples": 100,
+        "gap": 4,
+        "R": 1.0,
+    }
+    plain = bounds.psgd_sampling_term(**facts)
+    term = bounds.psgd_sampling_term(**facts, beta=beta, gamma=gamma)
+    limit = 2 * (1 - beta) / (1 + beta) * plain
+    assert term >= limit
+    if gamma == 0.9999:
+        assert term == pytest.approx(limit, rel=1e-2)
+        assert (term > plain) is (beta < 1 / 3)
+    for steps in (1, 2, 3, 5, 10, 30, 100, 1000):
+        q = influence.momentum(gamma=gamma, beta=beta, steps=steps)
+        assert 2 * (1 - gamma) * np.sum(q) * plain <= term * (1 + 1e-12)
+    with pytest.raises(dim.InputError, match="gamma"):
+        bounds.psgd_sampling_term(**facts, beta=beta)
 
 
 def test_true_risk_terms() -> None:

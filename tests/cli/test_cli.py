@@ -102,6 +102,22 @@ def test_account_reads_lists_tables_and_plans(
     assert data["running"] == sorted(data["running"])
 
 
+def test_plan_for_learning_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    falling = tmp_path / "lr.json"
+    falling.write_text(json.dumps([1.0, 0.5, 0.25]))
+    kappa = [*PLAN, "--kappa", "20"]
+    assert run_json(capsys, *kappa, "--lr", str(falling))["lr"] == [1.0, 0.5, 0.25]
+    cosine = run_json(capsys, *kappa, "--lr", "cosine", "--steps", "8")
+    assert cosine["lr"] == pytest.approx(dim.influence.cosine(8).tolist())
+    joint = run_json(capsys, *kappa, "--lr", "joint", "--steps", "8")
+    assert len(joint["lr"]) == 8
+    assert {"gain", "gain_error"} <= set(joint)
+    assert main([*kappa, "--lr", "cosine"]) == 2
+    assert "--steps" in capsys.readouterr().err
+    assert main([*kappa, "--lr", "joint", "--steps", "8"]) == 0
+    assert "gain" in capsys.readouterr().out
+
+
 def test_account_takes_the_rate_of_what_will_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

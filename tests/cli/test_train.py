@@ -104,6 +104,18 @@ def test_what_is_not_private_says_so(run_file: Path, capsys: pytest.CaptureFixtu
     assert facts["training_loss"] > 0
 
 
+def test_fast_noise_says_so(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(run_file)]) == 0
+    assert "real arithmetic" not in capsys.readouterr().out
+    run_file.write_text(RUN.format(folder="fast", extra='noise = "fast"'))
+    assert main(["train", str(run_file)]) == 0
+    assert "in real arithmetic only (fast noise)" in capsys.readouterr().out
+    assert json.loads(Path("fast/result.json").read_text())["noise"] == "fast"
+    run_file.write_text(RUN.format(folder="asked", extra=""))
+    assert main(["train", str(run_file), "--noise", "fast", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["noise"] == "fast"
+
+
 def test_paths_and_modules_are_relative_to_the_run_file(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -223,6 +235,7 @@ def batch_norm():
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 2.5", "training.micro_batch"),
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 0", "micro_batch"),
         ("lr = 0.5", "lr = 0.5\nseed = -1", "seed"),
+        ("lr = 0.5", 'lr = 0.5\nnoise = "loud"', "noise"),
         ("lr = 0.5", 'lr = 0.5\ndevice = "cuda:77"', "device"),
         ("lr = 0.5", 'lr = 0.5\ndevice = "abacus"', "device"),
         ("lr = 0.5", 'lr = 0.5\nclip = "square"', "per-layer"),
@@ -281,3 +294,21 @@ def test_a_budget_knows_its_data_by_the_file_or_by_the_arrays(
     capsys.readouterr()
     assert main(["train", str(run_file), "--json"]) == (2 if known_by == "other" else 0)
     assert ("the data of the budget" in capsys.readouterr().err) == (known_by == "other")
+
+
+def test_groups_are_a_column_of_the_data(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    patients = np.array([f"p{row % 9}" for row in range(50)])
+    x, y = rng.standard_normal((50, 4)).astype(np.float32), rng.integers(0, 2, 50)
+    np.savez(run_file.parent / "train.npz", x=x, y=y, patient=patients)
+    named = '"train.npz"\ngroups = "patient"'
+    run_file.write_text(run_file.read_text().replace('"train.npz"', named))
+    assert main(["train", str(run_file), "--json"]) == 0
+    plan = dim.Plan.from_json((run_file.parent / "out" / "plan.json").read_text())
+    assert plan.examples == 9
+    capsys.readouterr()
+    run_file.write_text(run_file.read_text().replace('"patient"', '"nobody"'))
+    assert main(["train", str(run_file)]) == 2
+    assert "'patient'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import diminuendo as dim
 from diminuendo import influence
-from diminuendo.influence.measured import from_values, mark, said_of
+from diminuendo.influence.measured import from_values, mark, origin_of
 
 gammas = st.floats(0.05, 0.9999)
 betas = st.floats(0.01, 0.98)
@@ -218,6 +218,6 @@ def test_a_mark_survives_what_is_done_with_a_curve() -> None:
         pickle.loads(pickle.dumps(marked[::2])),
         from_values(marked[:2]),
     ]
-    assert [said_of(one) for one in made] == ["not private"] * len(made)
-    assert said_of(np.concatenate([marked, marked])) is not None
+    assert [origin_of(one) for one in made] == ["not private"] * len(made)
+    assert origin_of(np.concatenate([marked, marked])) is not None
     np.testing.assert_array_equal(made[7], marked)

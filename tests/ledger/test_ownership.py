@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ledgers import in_child, step
-from test_training import BUDGET, STEPS, plan, train
+from paid_runs import BUDGET, STEPS, plan, train
 
 from diminuendo import BudgetRefused, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import LedgerSpending, verify
@@ -343,7 +343,7 @@ def test_an_error_and_then_the_rest_of_the_plan(b: Ledger, url: str, tmp_path: P
 
 
 def train_alone(folder: Path) -> None:
-    from test_training import data
+    from paid_runs import data
     from torch import nn
 
     from diminuendo.training import fit

@@ -11,42 +11,20 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ledgers import execute, in_child
+from paid_runs import BUDGET, STEPS, data, plan, train
 from sqlalchemy import text
 from torch import nn
 
 import diminuendo as dim
 from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError
 from diminuendo.ledger import identify, verify
-from diminuendo.training import Checkpoints, PrivateGradients, Released, fit
-
-N, STEPS = 30, 24
-BUDGET = Budget(epsilon=4, delta=1e-5)
-
-
-def plan(budget: Budget = BUDGET, steps: int = STEPS) -> dim.Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dim.PlanWarning)
-        return dim.plan(budget, examples=N, parameters=15, steps=steps)
-
-
-def data() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
-
-
-def train(url: str, made: dim.Plan, **options: Any) -> Any:
-    loss = nn.CrossEntropyLoss(reduction="none")
-    settings = {"loss": loss, "lr": 0.5, "progress": False, "budget": "b", **options}
-    if "every" in settings:
-        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
-    return fit(nn.Linear(4, 3), data(), made, ledger=url, **settings)
+from diminuendo.training import Checkpoints, PrivateGradients, Released
 
 
 def test_a_run_is_charged_and_cites_the_chain(ledger: Ledger, url: str) -> None:
@@ -161,8 +139,7 @@ def test_your_own_loop(ledger: Ledger) -> None:
 SCRIPT = """
     import sys, time, warnings
     warnings.simplefilter("ignore")
-    sys.path.insert(0, {here!r})
-    from test_training import plan, train
+    from paid_runs import plan, train
     result = train({url!r}, plan(), folder={folder!r}, every=5,
                    after_step=lambda step, private: time.sleep(0.02))
     print(result.status, result.steps)
@@ -174,8 +151,8 @@ def test_killed_and_resumed_pays_once_for_every_step(
 ) -> None:
     ledger.create("b", BUDGET)
     script = tmp_path / "script.py"
-    here, folder = str(Path(__file__).parent), str(tmp_path / "run")
-    script.write_text(textwrap.dedent(SCRIPT.format(here=here, url=url, folder=folder)))
+    folder = str(tmp_path / "run")
+    script.write_text(textwrap.dedent(SCRIPT.format(url=url, folder=folder)))
     journal = Path(folder) / "journal.json"
     chance = random.Random(0)
     for _ in range(2):

@@ -78,6 +78,30 @@ def test_measured_is_the_closed_form_within_the_interval(beta: float) -> None:
     assert measured.dropped == 0
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.8])
+def test_measured_under_learning_rates(beta: float) -> None:
+    """Twenty intervals at level 1 − 10⁻⁶, under a falling learning rate."""
+    lr = LR * influence.cosine(T)
+    measured = on_quadratic(beta, lr=lr)
+    values = eigenvalues()
+    q = influence.spectrum(values, steps=T, lr=lr, momentum=beta or None)
+    truth = 0.5 * (CLIP / N) ** 2 * q * D / values.max()
+    low, high = measured.interval
+    assert (low <= truth).all()
+    assert (truth <= high).all()
+
+
+def test_measured_learning_rates_may_come_from_a_scheduler() -> None:
+    lr = LR * influence.cosine(T)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr[min(step, T - 1)])
+
+    want = on_quadratic(0.0, lr=lr, repeats=2).mean
+    np.testing.assert_allclose(on_quadratic(0.0, lr=scheduler, repeats=2).mean, want)
+    np.testing.assert_allclose(on_quadratic(0.0, lr=lambda t: lr[t - 1], repeats=2).mean, want)
+
+
 def test_the_size_of_the_perturbation_does_not_matter_on_a_quadratic() -> None:
     one, ten = on_quadratic(0.5, repeats=2), on_quadratic(0.5, repeats=2, perturbation=10.0)
     np.testing.assert_allclose(one.mean, ten.mean, rtol=1e-6)

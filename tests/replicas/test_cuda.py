@@ -79,6 +79,7 @@ def test_replicas_equal_the_trainer(sets: int, monkeypatch: pytest.MonkeyPatch) 
             make_plan(replica.steps),
             loss=nn.CrossEntropyLoss(reduction="none"),
             optimizer=PrivateDescent(module.parameters(), lr=0.3, beta=replica.beta),
+            noise="fast",
             seed=replica.seed,
             progress=False,
         )

@@ -39,7 +39,16 @@ def trained(model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], own: Re
     np.testing.assert_array_equal(plan.sigmas, own.sigmas)
     module = initialise(model, own.seed)
     optimizer = PrivateDescent(module.parameters(), lr=float(np.asarray(own.lr)), beta=own.beta)
-    result = fit(module, data, plan, loss=LOSS, optimizer=optimizer, seed=own.seed, progress=False)
+    result = fit(
+        module,
+        data,
+        plan,
+        loss=LOSS,
+        optimizer=optimizer,
+        noise="fast",
+        seed=own.seed,
+        progress=False,
+    )
     assert result.steps == own.steps
     return module
 

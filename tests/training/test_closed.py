@@ -335,7 +335,7 @@ class BatchwiseWhileTraining(nn.Module):
 
 def test_mixing_only_while_training_is_refused() -> None:
     model = nn.Sequential(nn.Linear(D, 7), BatchwiseWhileTraining(), nn.Linear(7, 3)).double()
-    with pytest.raises(dim.InputError, match="alone and beside another"):
+    with pytest.raises(dim.InputError, match="whatever the other examples"):
         fit(model, make_data(), make_plan(), loss=LOSS, lr=0.1, progress=False)
 
 

@@ -20,6 +20,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
 import torch, test_fit
 from diminuendo.training.mechanism import NoisySum
+from small_runs import COUNTED
 torch.set_num_threads(1)
 folder, seed, rng = {folder!r}, {seed!r}, random.Random(3)
 log = os.open(folder + "/log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -67,7 +68,7 @@ if seed is None:
     released = [line.split() for line in open(folder + "/log")]
     assert max(Counter(step for step, _ in released).values()) == 1
     for step, deviation in released:
-        assert float(deviation) == sigmas[int(step)] * plan.clip
+        assert float(deviation) == sigmas[int(step)] * (plan.clip * COUNTED)
 else:
     straight = test_fit.make_model()
     test_fit.run(straight, plan, **options())

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LOSS, gradient, weights
+from small_runs import LOSS, gradient, noisy, weights
 from torch import nn
 
 import diminuendo as dim
 from diminuendo.training import Checkpoints, PrivateGradients, Result, fit
-from diminuendo.training.seeds import Seeds
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -51,12 +50,6 @@ def clipped_sum(x: torch.Tensor, y: torch.Tensor, clip: float = 0.7) -> torch.Te
     return total
 
 
-def noise(size: int, std: float, seed: int, step: int = 0) -> torch.Tensor:
-    generator = Seeds.make(seed).generator("noise", step, "cuda")
-    empty = torch.empty(size, dtype=torch.float64, device="cuda")
-    return empty.normal_(0.0, std, generator=generator)
-
-
 @pytest.mark.parametrize("micro_batch", [None, 7])
 @pytest.mark.parametrize("broken", [(), (3, 8)])
 def test_a_step_is_the_clipped_sum_plus_noise_over_n(
@@ -74,7 +67,7 @@ def test_a_step_is_the_clipped_sum_plus_noise_over_n(
         if private.step == 1:
             break
         assert all(p.grad is None for p in model.parameters())
-    expected += noise(expected.numel(), plan.sigmas[0] * 0.7, 3)
+    expected = noisy(expected, plan.sigmas[0] * 0.7, 3)
     torch.testing.assert_close(gradient(model), expected / N, rtol=1e-10, atol=1e-12)
 
 
@@ -86,8 +79,8 @@ def test_poisson_batches_and_empty_draws() -> None:
     for bx, by in private.batches((x, y)):
         step = private.step
         private.backward(LOSS(model(bx.cuda()), by.cuda()))
-        drawn = noise(weights(model).numel(), plan.sigmas[step] * 0.7, 5, step)
-        expected = (clipped_sum(bx, by) + drawn) / (0.03 * N)
+        total = noisy(clipped_sum(bx, by), plan.sigmas[step] * 0.7, 5, step)
+        expected = total / (0.03 * N)
         torch.testing.assert_close(gradient(model), expected, rtol=1e-9, atol=1e-12)
         sizes.append(len(bx))
         model.zero_grad()

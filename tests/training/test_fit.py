@@ -106,7 +106,8 @@ OPTIMIZERS: dict[str, Any] = {
 def test_resumed_runs_equal_uninterrupted_ones_bit_for_bit(
     name: str, rate: float, stop: Any, tmp_path: Path
 ) -> None:
-    plan = make_plan(sampling_rate=rate, gamma=0.95)
+    falling = dim.influence.step_decay(STEPS, every=5, factor=0.5)
+    plan = make_plan(sampling_rate=rate, gamma=0.95, lr=falling)
     straight = make_model()
     scheduler = torch.optim.lr_scheduler.StepLR
     optimizer = OPTIMIZERS[name](straight)
@@ -310,6 +311,7 @@ def test_a_checkpoint_without_its_journal_is_refused(tmp_path: Path) -> None:
         run(make_model(), make_plan(), folder=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::diminuendo.PlanWarning")
 def test_another_optimiser_or_schedule_is_refused(tmp_path: Path) -> None:
     run(make_model(), make_plan(), folder=tmp_path, after_step=_stop_at(7))
     model = make_model()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LOSS, PERCEPTRON, gradient
+from small_runs import COUNTED, LOSS, PERCEPTRON, gradient
 from torch import Tensor
 
 from diminuendo.training import Flat, PrivateGradients
@@ -48,8 +48,8 @@ def test_a_source_gets_the_whole_sum_once_and_undivided(micro_batch: int | None)
     released, private = one_step(told, micro_batch)
     [call] = told.calls
     assert call["step"] == 0
-    assert call["sensitivity"] == 0.7
-    assert call["noise_std"] == private.plan.sigmas[0] * 0.7
+    assert call["sensitivity"] == 0.7 * COUNTED
+    assert call["noise_std"] == private.plan.sigmas[0] * (0.7 * COUNTED)
     torch.testing.assert_close(call["total"], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(released, (expected + 7) / 40, rtol=1e-12, atol=1e-12)
 
@@ -57,7 +57,11 @@ def test_a_source_gets_the_whole_sum_once_and_undivided(micro_batch: int | None)
 def test_the_sum_may_start_from_the_noise() -> None:
     early, _ = one_step(FastNoise(Seeds.make(5)))
     fast = FastNoise(Seeds.make(5))
-    after, _ = one_step(SimpleNamespace(add_noise=fast.add_noise))
+
+    def late(total: Tensor, *, noise_std: float, **told: Any) -> Tensor:
+        return fast.add_noise(total, noise_std=noise_std / COUNTED, **told)
+
+    after, _ = one_step(SimpleNamespace(add_noise=late))
     torch.testing.assert_close(early, after, rtol=1e-12, atol=1e-12)
 
 

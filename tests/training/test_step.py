@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import BUDGET, LOSS, PERCEPTRON, gradient
+from small_runs import BUDGET, LOSS, PERCEPTRON, gradient, noisy
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -17,6 +17,7 @@ from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending, PlanSpending
 from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients, Released
 from diminuendo.training.clipping import EngineError
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.seeds import Seeds
 
 N, D = PERCEPTRON.examples, PERCEPTRON.features
@@ -34,17 +35,16 @@ def naive_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float) -
     return total
 
 
-def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n() -> None:
+@pytest.mark.parametrize("noise", ["exact", "fast"])
+def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n(noise: NoiseName) -> None:
     plan, (x, y) = make_plan(), make_data()
     expected = naive_sum(make_model(), x, y, 0.7)
     model = make_model()
-    private = PrivateGradients(model, plan, seed=3)
+    private = PrivateGradients(model, plan, noise=noise, seed=3)
     batch = next(iter(private.batches((x, y))))
     private.backward(LOSS(model(batch[0]), batch[1]))
-    noise = torch.empty_like(expected).normal_(
-        0.0, plan.sigmas[0] * 0.7, generator=Seeds.make(3).generator("noise", 0)
-    )
-    torch.testing.assert_close(gradient(model), (expected + noise) / N, rtol=1e-10, atol=1e-12)
+    expected = noisy(expected, plan.sigmas[0] * 0.7, 3, noise=noise) / N
+    torch.testing.assert_close(gradient(model), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
@@ -108,9 +108,7 @@ def test_poisson_draws_divide_by_the_expected_size_and_empty_ones_count() -> Non
         private.backward(LOSS(model(bx), by))
         if len(bx) == 0:
             step = private.step - 1
-            noise = torch.empty(gradient(model).numel(), dtype=torch.float64).normal_(
-                0.0, plan.sigmas[step] * 0.7, generator=private.seeds.generator("noise", step)
-            )
+            noise = noisy(torch.zeros_like(gradient(model)), plan.sigmas[step] * 0.7, 5, step)
             torch.testing.assert_close(gradient(model), noise / (0.02 * N))
         model.zero_grad()
     assert len(sizes) == 30
@@ -159,10 +157,8 @@ def test_a_broken_example_contributes_nothing_and_changes_nothing_else() -> None
     model = make_model()
     private = PrivateGradients(model, plan, seed=3)
     private.backward(LOSS(model(broken), y))
-    noise = torch.empty_like(expected).normal_(
-        0.0, plan.sigmas[0] * 0.7, generator=Seeds.make(3).generator("noise", 0)
-    )
-    torch.testing.assert_close(gradient(model), (expected + noise) / N, rtol=1e-10, atol=1e-12)
+    expected = noisy(expected, plan.sigmas[0] * 0.7, 3) / N
+    torch.testing.assert_close(gradient(model), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +174,7 @@ def test_noise_follows_the_sensitivity_of_the_clip(clip: Any, sensitivity: float
     model, plan = make_model(), make_plan()
     private = PrivateGradients(model, plan, clip=clip, seed=9)
     private.backward((model(make_data()[0]) * 0).sum(1))
-    noise = torch.empty(gradient(model).numel(), dtype=torch.float64).normal_(
-        0.0, plan.sigmas[0] * sensitivity, generator=Seeds.make(9).generator("noise", 0)
-    )
+    noise = noisy(torch.zeros_like(gradient(model)), plan.sigmas[0] * sensitivity, 9)
     torch.testing.assert_close(gradient(model), noise / N)
 
 

@@ -101,17 +101,22 @@ class Releases(NamedTuple):
     def _replace_one_epsilon(self, delta: float) -> float:
         """Replacing is removing and adding: (ε, δ) for one gives (2ε, (1 + e^ε)δ) for both.
 
-        So an ε is wanted whose own δ leaves room for the factor: climbed to from below, and
+        So an ε is wanted whose own δ leaves room for the factor: approached along the secant, and
         returned only once it satisfies ε ≥ ε(δ/(1 + e^ε)).
         """
-        half = 0.0
+        half, before, margin = 0.0, None, 1e-6
         for _ in range(60):
             if half > 300:
                 break
             needed = self.epsilon(delta / (1 + math.exp(half)), "add-remove")
             if needed <= half:
                 return 2 * half
-            half = needed * (1 + 1e-4)
+            growth = 0.0
+            if before is not None and half > before[0]:
+                growth = min(max((needed - before[1]) / (half - before[0]), 0.0), 0.9)
+            before = (half, needed)
+            half += (needed - half) / (1 - growth) + margin * needed
+            margin *= 2
         raise InputError(
             "noisy enough for a bound under replace-one neighbours",
             name="sigmas",

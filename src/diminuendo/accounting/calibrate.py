@@ -6,6 +6,7 @@ found by bracketing on that ε and ends on the private side; where no answer exi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
 
 _TOLERANCE = 5e-5
+_USUAL_SLOPE, _FIRST_REACH = 1.3, 1e-5
 _SIGMA_RANGE = (0.05, 1e7)
 _MOST_STEPS = 10**9
 _LEAST_RATE = 1e-9
@@ -42,16 +44,31 @@ def calibrate(
     rates = check_rates(sampling_rate, unit.size)
     if (rates == 1).all():
         return gaussian.scale_onto(unit, budget.R)
-    _only_exact(budget)
     unit = unit / unit.min()
+    return calibrate_near(roughly_scaled(unit, budget, rates), budget, rates)
 
-    def excess(log_scale: float) -> float:
-        return _excess(math.exp(log_scale) * unit, budget, rates)
 
+def calibrate_near(sigmas: Vector, budget: Budget, rates: Vector) -> Vector:
+    """`calibrate` of subsampled steps whose noise multipliers are about right already."""
+    _only_exact(budget)
+    least = float(sigmas.min())
+    unit = sigmas / least
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
-    guess = _rough_scale(unit, budget, rates)
-    root = _falling_root(excess, low, high, guess, name="epsilon", value=budget.epsilon)
-    return np.asarray(math.exp(root) * unit)
+
+    def solve(terms: Budget, guess: float) -> float:
+        return _falling_root(
+            lambda log_scale: _excess(math.exp(log_scale) * unit, terms, rates),
+            low,
+            high,
+            guess,
+            name="epsilon",
+            value=budget.epsilon,
+        )
+
+    root = math.log(least)
+    if budget.relation == "replace-one":
+        root = solve(add_remove_target(budget), root)
+    return np.asarray(math.exp(solve(budget, root)) * unit)
 
 
 def largest_clip_to_noise(
@@ -108,9 +125,29 @@ def most_steps(
     return low
 
 
+def add_remove_target(budget: Budget) -> Budget:
+    """The add-remove budget that implies this one for subsampled steps; itself for add-remove.
+
+    Replacing is removing and adding: (ε/2, δ/(1 + e^{ε/2})) for one gives (ε, δ) for both.
+    """
+    if budget.relation == "add-remove":
+        return budget
+    half = budget.epsilon / 2
+    if half > 300:
+        raise InputError(
+            "at most 600 under replace-one neighbours where steps are subsampled",
+            name="epsilon",
+            value=budget.epsilon,
+        )
+    return Budget(epsilon=half, delta=budget.delta / (1 + math.exp(half)))
+
+
 def _excess(sigmas: Vector, budget: Budget, rates: Vector) -> float:
-    """ln(ε/target); −1 stands for an ε of zero."""
-    spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    """ln(ε/target); −1 stands for an ε of zero, 10 for noise too low to certify any."""
+    try:
+        spent = epsilon(sigmas, budget.delta, rates, relation=budget.relation)
+    except InputError:
+        return 10.0
     return math.log(spent / budget.epsilon) if spent > 0 else -1.0
 
 
@@ -124,15 +161,18 @@ def _only_exact(budget: Budget) -> None:
         )
 
 
-def _rough_scale(unit: Vector, budget: Budget, rates: Vector) -> float:
-    """Where to start looking: ln c at which Σ rate²(e^{1/σ²} − 1), capped by Σ 1/σ², meets μ²."""
+def roughly_scaled(
+    unit: Vector, budget: Budget, rates: Vector, counts: Vector | float = 1.0
+) -> Vector:
+    """c·unit where Σ rate²(e^{1/σ²} − 1), capped by Σ 1/σ², meets μ²: where to start looking."""
     low, high = math.log(_SIGMA_RANGE[0]), math.log(_SIGMA_RANGE[1])
     for _ in range(40):
         middle = (low + high) / 2
         cost = (math.exp(middle) * unit) ** -2.0
-        spends = np.sum(np.minimum(rates**2 * np.expm1(np.minimum(cost, 50)), cost)) > budget.mu**2
+        each = np.minimum(rates**2 * np.expm1(np.minimum(cost, 50)), cost)
+        spends = float(np.sum(counts * each)) > budget.mu**2
         low, high = (middle, high) if spends else (low, middle)
-    return high
+    return np.asarray(math.exp(high) * unit)
 
 
 def _falling_root(
@@ -146,43 +186,37 @@ def _falling_root(
 ) -> float:
     """The x in [lowest, highest] where a falling function comes to zero, on its nonpositive side.
 
-    Steps out from the guess until the sign changes, then closes in by false position with halving
-    (Illinois), until function(x) is in [−5e-5, 0] or the bracket is one double wide. Raises where
-    the sign never changes.
+    Secant steps, kept inside the bracket once the sign has changed and replaced by bisection where
+    they leave it or are slow, until function(x) is in [−5e-5, 0] or the bracket is one double
+    wide. Raises where the sign never changes.
     """
-    x = min(max(guess, lowest), highest)
-    at_x, stride = function(x), 0.03
-    low = high = (x, at_x)
-    while at_x > 0:
-        if x == highest:
-            raise InputError(
-                "within reach of the budget",
-                name=name,
-                value=value,
-                remedy="Even the most private setting tried spends more.",
-            )
-        low, x = (x, at_x), min(x + stride, highest)
-        at_x, stride = function(x), 2 * stride
-        high = (x, at_x)
-    while low[1] <= 0:
-        if low[0] == lowest:
-            raise InputError(
-                "within reach of the budget",
-                name=name,
-                value=value,
-                remedy="Even the least private setting tried spends less.",
-            )
-        high, x = low, max(low[0] - stride, lowest)
-        low, stride = (x, function(x)), 2 * stride
-    target = _TOLERANCE / 2
-    weights = [low[1] + target, high[1] + target]
-    while high[1] < -_TOLERANCE and high[0] - low[0] > 1e-15 * max(1.0, abs(high[0])):
-        x = (low[0] * weights[1] - high[0] * weights[0]) / (weights[1] - weights[0])
-        if not low[0] < x < high[0]:
-            x = (low[0] + high[0]) / 2
+    x, slope, reach = min(max(guess, lowest), highest), _USUAL_SLOPE, _FIRST_REACH
+    low, high = -math.inf, math.inf
+    before: tuple[float, float] | None = None
+    for attempt in itertools.count():
         at_x = function(x)
-        if at_x > 0:
-            low, weights = (x, at_x), [at_x + target, weights[1] / 2]
+        if -_TOLERANCE <= at_x <= 0:
+            return x
+        low, high = (low, x) if at_x <= 0 else (x, high)
+        if high < math.inf and high - low <= 1e-15 * max(1.0, abs(high)):
+            return high
+        if x == (highest if at_x > 0 else lowest):
+            words = ("most", "more") if at_x > 0 else ("least", "less")
+            raise InputError(
+                "within reach of the budget",
+                name=name,
+                value=value,
+                remedy=f"Even the {words[0]} private setting that was tried spends {words[1]}.",
+            )
+        if before is not None:
+            slope = min(max((before[1] - at_x) / (x - before[0]), 0.1), 20.0)
+        before = (x, at_x)
+        step = (at_x + _TOLERANCE / 2) / slope
+        if math.isinf(high - low):
+            step = math.copysign(min(max(abs(step), reach), 2.0), at_x)
+            x, reach = min(max(x + step, lowest), highest), 4 * reach
         else:
-            high, weights = (x, at_x), [weights[0] / 2, at_x + target]
-    return high[0]
+            x += step
+            if not low < x < high or (attempt > 10 and attempt % 2):
+                x = (low + high) / 2
+    raise AssertionError

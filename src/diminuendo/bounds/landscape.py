@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,17 +63,21 @@ class GradientDescent:
 
     @property
     def rate(self) -> float:
+        """The convergence rate at this step size, in [0, 1)."""
         return contraction(self.gamma, self.step_size)
 
     def influence(self, steps: int) -> Vector:
+        """q_1…q_T of the theorem."""
         return influence.gradient_descent(gamma=self.gamma, steps=steps, step_size=self.step_size)
 
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """rate^T."""
         return self.rate**steps
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """T* of the dynamic and of the uniform schedule, exactly."""
         alpha *= self.step_size**2
         return (
             best.best_steps_dynamic(gamma=self.rate, alpha=alpha).steps,
@@ -92,15 +96,19 @@ class Momentum:
     description: str
 
     def influence(self, steps: int) -> Vector:
+        """q_1…q_T at the rate that was stated."""
         return influence.momentum(gamma=self.rate, beta=self.beta, steps=steps)
 
     def bound_influence(self, steps: int) -> Vector:
+        """b_1…b_T at the theorem's own step."""
         return influence.momentum(gamma=self.gamma, beta=self.beta, steps=steps)
 
     def bias(self, steps: int) -> float:
+        """γ^T at the theorem's own step."""
         return self.gamma**steps
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """T* of the dynamic and of the uniform schedule, exactly."""
         return (
             best.best_steps_momentum_dynamic(
                 gamma=self.gamma, beta=self.beta, alpha=alpha, eta0=self.factor
@@ -118,6 +126,7 @@ class Quadratic:
     eigenvalues: Vector
     step_size: float
     description: str
+    weights: Vector | None = None
 
     factor = 1.0
 
@@ -127,11 +136,15 @@ class Quadratic:
         return float(np.max(np.abs(1 - self.step_size * scaled)))
 
     def influence(self, steps: int) -> Vector:
-        return influence.spectrum(self.eigenvalues, steps=steps, step_size=self.step_size)
+        """q_1…q_T of the spectrum."""
+        return influence.spectrum(
+            self.eigenvalues, steps=steps, step_size=self.step_size, weights=self.weights
+        )
 
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """What is left along the slowest direction."""
         return self._slowest ** (2 * steps)
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
@@ -157,6 +170,7 @@ class Curve:
     factor = 1.0
 
     def influence(self, steps: int) -> Vector:
+        """The curve itself, which has to be for this many steps."""
         _validate.same_length(
             "influence",
             self.values,
@@ -169,12 +183,14 @@ class Curve:
     bound_influence = influence
 
     def bias(self, steps: int) -> float:
+        """What the mean growth of the curve says about convergence."""
         if steps == 1:
             return 1.0
         growth = np.polyfit(np.arange(steps), np.log(self.values), 1)[0]
         return math.exp(-max(float(growth), 0.0) * steps)
 
     def best_steps(self, alpha: float) -> tuple[int, int]:
+        """The number of steps that the curve was measured for, twice."""
         del alpha  # the curve was measured for one number of steps
         return self.values.size, self.values.size
 
@@ -194,7 +210,7 @@ def describe(
     *,
     kappa: float | None,
     gamma: float | None,
-    spectrum: ArrayLike | None,
+    spectrum: Any,
     curve: ArrayLike | None,
     beta: float | None,
     step_size: float,
@@ -228,15 +244,11 @@ def describe(
     if beta is not None:
         beta = _validate.real("momentum", beta, at_least=1e-6, below=1, remedy="0.9 is usual.")
     if curve is not None:
-        origin = influence.measured.said_of(curve) or "a measured influence curve"
+        origin = influence.measured.origin_of(curve) or "a measured influence curve"
         return Curve(influence.from_values(curve), f"Known about the loss: {origin}.")
     if spectrum is not None:
         _no_momentum("spectrum", beta)
-        values = _validate.vector("spectrum", spectrum, positive=False)
-        _validate.positive("max(spectrum)", values.max())
-        return Quadratic(
-            values, size, f"Known about the loss: a Hessian spectrum of {values.size} eigenvalues."
-        )
+        return _quadratic(spectrum, size)
     if size != 1 and (beta is not None or not stated):
         raise InputError(
             "left out with momentum, and where nothing is known about the loss",
@@ -256,6 +268,23 @@ def describe(
         1.0,
         f"Nothing is known about the loss, so gamma = {rate:.6g} is assumed. {_MEASURE}",
     )
+
+
+def _quadratic(spectrum: Any, size: float) -> Quadratic:
+    """From eigenvalues, or from a measured spectrum with its weights; negative ones are flat."""
+    origin, weights = "a Hessian spectrum", None
+    values = getattr(spectrum, "eigenvalues", None)
+    if values is None:
+        values = _validate.vector("spectrum", spectrum, positive=False)
+    else:
+        values = np.maximum(np.asarray(values, dtype=np.float64), 0.0)
+        weights = _validate.vector("the spectrum's weights", spectrum.weights)
+        origin = "a measured Hessian spectrum"
+        if not getattr(spectrum, "private", True):
+            origin += ", measured on the private data and not paid for: the plan is NOT PRIVATE,"
+    _validate.positive("max(spectrum)", values.max())
+    sentence = f"Known about the loss: {origin} of {values.size} eigenvalues."
+    return Quadratic(values, size, sentence, weights)
 
 
 def _guess(steps: int | None) -> float:

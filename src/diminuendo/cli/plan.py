@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,6 +59,17 @@ def plan(
         str,
         typer.Option(help="Poisson rate; 1 is full batch. Or a JSON or CSV file, a rate a step."),
     ] = "1",
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates that training will use: cosine or linear (from 1 to 0, with "
+            "--steps), a JSON or CSV file with one for each step, or joint to plan them too. In "
+            "units of 1/M; with --spectrum, of one over an eigenvalue."
+        ),
+    ] = None,
+    max_lr: Annotated[
+        float | None, typer.Option(help="The longest step, in the unit of --lr.")
+    ] = None,
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     output: Annotated[
@@ -98,6 +109,8 @@ def plan(
             schedule=schedule,
             fall=fall,
             sampling_rate=_rates(sampling_rate),
+            lr=None if lr is None else _learning_rates(lr, steps),
+            max_lr=max_lr,
         )
     if output is not None:
         _files.write_text(output, made.to_json() + "\n")
@@ -108,13 +121,29 @@ def plan(
     print(made.to_json() if as_json else made.summary())
 
 
-def _steps(text: str) -> int:
+def _steps(text: str) -> int | Literal["auto"]:
     if text == "auto":
-        return text  # type: ignore[return-value]
+        return "auto"
     try:
         return int(text)
     except ValueError:
         raise InputError('a whole number or "auto"', name="--steps", value=text) from None
+
+
+def _learning_rates(text: str, steps: str) -> Any:
+    """ "joint", a named shape over --steps, one number, or what a file holds."""
+    shapes = {"cosine": influence.cosine, "linear": influence.linear}
+    if text == "joint":
+        return text
+    if text in shapes:
+        length = _steps(steps)
+        if isinstance(length, str):
+            raise InputError("a whole number where --lr names a shape", name="--steps", value=steps)
+        return shapes[text](length)
+    try:
+        return float(text)
+    except ValueError:
+        return _files.read_numbers(text, name="lr", hint="One learning rate for each step.")
 
 
 def _rates(text: str) -> float | list[float]:

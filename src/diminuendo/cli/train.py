@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from diminuendo import _files, _validate, events
 from diminuendo.budget import Budget
-from diminuendo.cli.options import AsJson, print_json
+from diminuendo.cli.options import AsJson, print_json, working
 from diminuendo.cli.report import drawn
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.planning import Plan
@@ -28,11 +28,12 @@ from diminuendo.report import run as run_report
 if TYPE_CHECKING:
     from diminuendo.ledger import LedgerSpending
     from diminuendo.training import Checkpoints, Result
+    from diminuendo.training.groups import Groups
 
 _NUMBER = (int, float)
 _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "model": {"factory": str, "arguments": dict},
-    "data": {"path": str, "factory": str, "arguments": dict},
+    "data": {"path": str, "factory": str, "arguments": dict, "groups": str},
     "budget": {"epsilon": _NUMBER, "delta": _NUMBER, "relation": str, "conversion": str},
     "plan": {
         "path": str,
@@ -50,6 +51,9 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "schedule": (str, list),
         "fall": _NUMBER,
         "sampling_rate": (int, float, list),
+        "lr": (int, float, str, list),
+        "max_lr": _NUMBER,
+        "gradient_norm": _NUMBER,
         "examples": int,
         "parameters": int,
     },
@@ -61,9 +65,11 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "lr": _NUMBER,
         "lr_scheduler": str,
         "lr_scheduler_arguments": dict,
+        "strict": bool,
         "clip": str,
         "clip_bounds": list,
         "micro_batch": int,
+        "noise": str,
         "seed": int,
         "workers": int,
         "device": str,
@@ -87,6 +93,20 @@ def train(
         typer.Option(
             "--reveal-training-loss",
             help="Also show and write the mean loss of a batch, which the claim does not cover.",
+        ),
+    ] = False,
+    noise: Annotated[
+        Literal["exact", "fast"] | None,
+        typer.Option(
+            help="exact (the default), or fast: then the claim is for real arithmetic only."
+        ),
+    ] = None,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="The output folder was moved here or restored, and no other copy of it has gone "
+            "on or will.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -121,7 +141,8 @@ def train(
         _seed_initialisation(training.get("seed"))
         model = _model(settings["model"])
         data = _data(settings["data"], here, model)
-        plan = _plan(settings, here, model, data)
+        groups = _groups(settings["data"], here)
+        plan = _plan(settings, here, model, data, groups)
         loss = _made(
             training.get("loss", "torch.nn:CrossEntropyLoss"),
             "training.loss",
@@ -136,16 +157,19 @@ def train(
                 data,
                 plan,
                 loss=loss,
+                groups=groups,
                 optimizer=optimizer,
                 lr=training.get("lr"),
                 lr_scheduler=lr_scheduler,
+                strict=training.get("strict", False),
                 clip=clip,
                 micro_batch=training.get("micro_batch"),
+                noise=noise or training.get("noise", "exact"),
                 seed=training.get("seed"),
                 workers=training.get("workers", 0),
                 device=training.get("device"),
                 spending=_spending(settings, here, plan, data, progress=not as_json),
-                folder=_checkpoints(output / "checkpoint", training),
+                folder=_checkpoints(output / "checkpoint", training, moved),
                 progress=not as_json,
                 reveal_training_loss=reveal_training_loss
                 or training.get("reveal_training_loss", False),
@@ -311,7 +335,24 @@ def _data(section: Mapping[str, Any], folder: Path, model: Any) -> Any:
         ) from None
 
 
-def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> Plan:
+def _groups(section: Mapping[str, Any], folder: Path) -> Groups | None:
+    """Whose each row is, from the named array beside x and y."""
+    if "groups" not in section:
+        return None
+    if "path" not in section:
+        raise InputError("given with data.path", name="data.groups", value=section["groups"])
+    import numpy as np
+
+    from diminuendo.training.groups import Groups
+
+    with np.load(folder / section["path"], allow_pickle=False) as arrays:
+        _validate.choice("data.groups", section["groups"], sorted(arrays))
+        return Groups(arrays[section["groups"]])
+
+
+def _plan(
+    settings: Mapping[str, Any], folder: Path, model: Any, data: Any, groups: Groups | None
+) -> Plan:
     section = dict(settings.get("plan", {}))
     if "path" in section:
         if len(section) > 1 or "budget" in settings:
@@ -327,10 +368,13 @@ def _plan(settings: Mapping[str, Any], folder: Path, model: Any, data: Any) -> P
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     try:
         examples = len(data[0]) if isinstance(data, tuple) else len(data)
-        return make_plan(
-            Budget(**settings["budget"]),
-            **{"examples": examples, "parameters": parameters, **section},
-        )
+        if groups is not None:
+            examples = len(groups)
+        with working("planning"):
+            return make_plan(
+                Budget(**settings["budget"]),
+                **{"examples": examples, "parameters": parameters, **section},
+            )
     except TypeError as error:
         raise InputError(
             "the arguments of dim.Budget and dim.plan",
@@ -370,10 +414,10 @@ def _spending(
         return ledger.pay(section["budget"], plan, data=data, progress=shown)
 
 
-def _checkpoints(folder: Path, training: Mapping[str, Any]) -> Checkpoints:
+def _checkpoints(folder: Path, training: Mapping[str, Any], moved: bool) -> Checkpoints:
     from diminuendo.training import Checkpoints
 
-    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every))
+    return Checkpoints(folder, training.get("checkpoint_every", Checkpoints.every), moved)
 
 
 def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any, Any]:

@@ -19,21 +19,37 @@ from diminuendo.influence.closed_forms import (
     momentum_split,
     momentum_two_phase,
 )
+from diminuendo.influence.learning_rates import (
+    constant,
+    cosine,
+    learning_rates,
+    linear,
+    step_decay,
+    warm_up,
+)
 from diminuendo.influence.measured import from_file, from_values
-from diminuendo.influence.spectral import spectrum
+from diminuendo.influence.spectral import Response, response, spectrum
 
 __all__ = [
     "FLOOR",
+    "Response",
+    "constant",
+    "cosine",
     "exponential",
     "from_file",
     "from_values",
     "gradient_descent",
+    "learning_rates",
+    "linear",
     "measure",
     "momentum",
     "momentum_split",
     "momentum_two_phase",
+    "response",
     "spectrum",
     "spectrum_of",
+    "step_decay",
+    "warm_up",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 from scipy.linalg import solve_banded
@@ -10,6 +11,7 @@ from scipy.linalg import solve_banded
 from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
+from diminuendo.influence.learning_rates import LearningRates, learning_rates
 
 FLOOR = 1e-280
 """The least influence ever returned, relative to its scale."""
@@ -33,23 +35,51 @@ def _powers(base: float, exponents: Vector) -> Vector:
     return np.asarray(np.exp(np.maximum(exponents * math.log(base), lowest)))
 
 
-def contraction(gamma: float, step_size: float) -> float:
+Real = TypeVar("Real", float, Vector)
+
+
+def contraction(gamma: float, step_size: Real) -> Real:
     """The rate 1 − 2μη(1 − Mη/2) of gradient descent at η = step_size/M, from γ = 1 − μ/M."""
     return 1 - (1 - gamma) * step_size * (2 - step_size)
 
 
-def gradient_descent(*, gamma: float, steps: int, step_size: float = 1.0) -> Vector:
-    """q_t = s² γ_s^{T−t}, for steps of length η = s/M with s ≤ 1.
+def gradient_descent(
+    *,
+    gamma: float,
+    steps: int,
+    step_size: float = 1.0,
+    lr: LearningRates | None = None,
+) -> Vector:
+    """q_t = s_t² Π_{u>t} γ_u with γ_u = 1 − (1−γ)s_u(2−s_u), for steps of length η_t = s_t/M.
 
     Theorem "excess loss" (gradient descent under the PL condition), its proof before η = 1/M is
-    put in: γ_s = 1 − (1−γ)s(2−s) and the noise enters with (Mη)² = s². The paper's s = 1 gives
-    q_t = γ^{T−t}.
+    put in: a step of length s/M contracts by γ_s and lets noise in with (Mη)² = s². The paper's
+    s = 1 gives q_t = γ^{T−t}.
+
+    gamma       convergence rate at s = 1, in [0, 1)
+    steps       T
+    step_size   one s for all steps, in (0, 1]
+    lr          s_1…s_T in units of 1/M, each at most 2, in place of step_size; see
+                `learning_rates` for what it may be
+
+    Returns q_1…q_T, positive, without unit.
     """
     gamma, steps = _check_gamma(gamma), _validate.count("steps", steps)
+    if lr is not None:
+        rates = learning_rates(lr, steps, limit=2.0)
+        return _under_learning_rates(rates**2, contraction(gamma, rates))
     size = _validate.real(
         "step_size", step_size, above=0, at_most=1, remedy="It is counted in units of 1/M."
     )
-    return size**2 * _powers(contraction(gamma, size), np.arange(steps - 1, -1, -1.0))
+    return size**2 * _powers(float(contraction(gamma, size)), np.arange(steps - 1, -1, -1.0))
+
+
+def _under_learning_rates(own: Vector, contractions: Vector) -> Vector:
+    """own_t times the product of the later steps' contractions, held at FLOOR."""
+    with np.errstate(divide="ignore"):
+        logs = np.cumsum(np.log(contractions[:0:-1]))[::-1]
+        log_q = np.log(own) + np.append(logs, 0.0)
+    return np.asarray(np.exp(np.maximum(log_q, math.log(FLOOR))))
 
 
 def exponential(*, rate: float, steps: int) -> Vector:
@@ -67,15 +97,36 @@ def averaging_weights(beta: float, steps: int) -> Vector:
     return np.asarray((1 - beta) / -np.expm1(t * math.log(beta)))
 
 
-def momentum(*, gamma: float, beta: float, steps: int) -> Vector:
+def momentum(
+    *,
+    gamma: float,
+    beta: float,
+    steps: int,
+    lr: LearningRates | None = None,
+) -> Vector:
     """q_i = Σ_{t≥i} γ^{T−t} ((1−β)/(1−β^t))² β^{2(t−i)}: the coefficients of σ_i² in U₃, exactly.
 
     Theorem "convergence under PL condition" (momentum). Solved in O(T) from the recursion
-    q_i = γ^{T−i} w_i² + β² q_{i+1}, an upper bidiagonal system.
+    q_i = γ^{T−i} w_i² + β² q_{i+1}, an upper bidiagonal system. The theorem counts the noise of
+    each average as fresh. `influence.spectrum(momentum=…)` is exact on a quadratic instead, for
+    this average, heavy ball and Nesterov's momentum.
+
+    gamma   convergence rate, in [0, 1)
+    beta    β, in [0, 1)
+    lr      l_1…l_T, learning rates relative to the one that γ belongs to, in (0, 1/(1−γ)]: step t
+            then contracts by 1 − (1−γ)l_t and its average arrives with l_t² (a choice, not part of
+            the theorem, which knows a constant learning rate only)
+
+    Returns q_1…q_T, positive, without unit.
     """
     gamma, beta = _check_gamma(gamma), _check_beta(beta)
     steps = _validate.count("steps", steps)
-    own = _powers(gamma, np.arange(steps - 1, -1, -1.0)) * averaging_weights(beta, steps) ** 2
+    if lr is None:
+        own = _powers(gamma, np.arange(steps - 1, -1, -1.0))
+    else:
+        rates = learning_rates(lr, steps, limit=1 / (1 - gamma))
+        own = _under_learning_rates(rates**2, 1 - (1 - gamma) * rates)
+    own = own * averaging_weights(beta, steps) ** 2
     if beta == 0 or steps == 1:
         return own
     bands = np.empty((2, steps))

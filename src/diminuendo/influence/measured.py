@@ -24,39 +24,39 @@ class Marked(np.ndarray[tuple[int], np.dtype[np.float64]]):
     """
 
     __array_priority__ = 1.0
-    said: str = "an influence made of one that may not be private"
+    origin: str = "an influence made of one that may not be private"
 
     def __array_finalize__(self, made_from: object) -> None:
         if isinstance(made_from, Marked):
-            self.said = made_from.said
+            self.origin = made_from.origin
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = cast("tuple[Any, ...]", super().__reduce__())
-        return make, arguments, (state, self.said)
+        return make, arguments, (state, self.origin)
 
     def __setstate__(self, state: Any) -> None:
-        held, self.said = state
+        held, self.origin = state
         super().__setstate__(held)
 
 
-def mark(curve: Vector, said: str | None) -> Vector:
-    """The curve with a sentence about its origin; unchanged where `said` is None."""
-    if said is None:
+def mark(curve: Vector, origin: str | None) -> Vector:
+    """The curve with a sentence about its origin; unchanged where `origin` is None."""
+    if origin is None:
         return curve
     marked = curve.view(Marked)
-    marked.said = said
+    marked.origin = origin
     return marked
 
 
-def said_of(values: object) -> str | None:
+def origin_of(values: object) -> str | None:
     """The sentence about its origin that a curve carries, or None."""
-    return values.said if isinstance(values, Marked) else None
+    return values.origin if isinstance(values, Marked) else None
 
 
 def from_values(values: ArrayLike) -> Vector:
     """A measured curve q_1…q_T, checked and scaled so that its largest value is one."""
     curve = _validate.vector("influence", values, remedy=_HINT)
-    return mark(np.asarray(curve / curve.max()), said_of(values))
+    return mark(np.asarray(curve / curve.max()), origin_of(values))
 
 
 def from_file(path: str | Path) -> Vector:

@@ -71,7 +71,7 @@ class LedgerSpending(Spending):
                 value=plan.budget.relation,
             )
         super().__init__(terms.budget if plan is None else plan.budget)
-        self.adaptive = plan is None
+        self.adaptive, self.unit = plan is None, terms.unit
         self.ledger, self.name, self.run = ledger, name, ""
         self.runs: list[str] = []
         """All runs that have paid: an interrupted one goes on in another."""

@@ -21,6 +21,7 @@ from torch.func import functional_call, grad, vjp
 from diminuendo import _progress, _validate, influence
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
+from diminuendo.influence.learning_rates import LearningRates
 from diminuendo.influence.measured import mark
 from diminuendo.measuring.source import NOT_PRIVATE, Source, check_source
 from diminuendo.replicas.batch import Loss, cross_entropy
@@ -58,22 +59,22 @@ class HessianSpectrum:
         """The share of directions with negative curvature, which a quadratic model leaves out."""
         return float(self.weights[self.eigenvalues < -1e-3 * self.largest].sum())
 
-    def influence(self, steps: int, *, lr: float) -> Vector:
+    def influence(self, steps: int, *, lr: LearningRates) -> Vector:
         """q_1…q_T of gradient descent on the quadratic with this spectrum.
 
         steps  T
-        lr     the learning rate, in (0, 2/M)
+        lr     the learning rate, in (0, 2/M), or η_1…η_T as `influence.learning_rates` takes them
 
         Directions with negative curvature count as flat.
         """
-        size = _validate.real(
-            "lr", lr, above=0, below=2 / self.largest, remedy="From 2/M on, descent diverges."
-        )
+        options: dict[str, Any] = {"lr": lr}
+        if not callable(lr) and np.ndim(lr) == 0:
+            size = _validate.real(
+                "lr", lr, above=0, below=2 / self.largest, remedy="From 2/M on, descent diverges."
+            )
+            options = {"step_size": size * self.largest}
         values = influence.spectrum(
-            np.maximum(self.eigenvalues, 0.0),
-            weights=self.weights,
-            steps=steps,
-            step_size=size * self.largest,
+            np.maximum(self.eigenvalues, 0.0), weights=self.weights, steps=steps, **options
         )
         return mark(values, None if self.private else NOT_PRIVATE)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from diminuendo import _progress, _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
+from diminuendo.influence.learning_rates import LearningRates, learning_rates
 from diminuendo.measuring.result import MeasuredInfluence
 from diminuendo.measuring.source import Source, check_source
 from diminuendo.replicas.batch import Batch, Loss
@@ -43,7 +44,7 @@ def measure(
     *,
     source: Source,
     sigmas: ArrayLike,
-    lr: float | ArrayLike,
+    lr: LearningRates,
     clip: float,
     beta: float = 0.0,
     steps: int | Sequence[int] | None = None,
@@ -63,7 +64,9 @@ def measure(
     data          (x, y), tensors or arrays
     source        "auxiliary", or "private": then only with not_private=True, and marked as such
     sigmas, lr, clip, beta
-                  the run that is perturbed, as in `replicas.Replica`
+                  the run that is perturbed, as in `replicas.Replica`; lr is one learning rate, one
+                  for each step, a function of t = 1…T, or a function from an optimizer (of
+                  learning rate 1) to its scheduler
     steps         the steps 1…T to measure, or how many of them; 25 by default
     repeats       how many independent runs, at least 2; the intervals are over them
     perturbation  h in units of σ_t, above 0 (in absolute terms where σ_t is zero)
@@ -72,8 +75,9 @@ def measure(
     level         confidence level of the intervals, in (0, 1)
     """
     check_source(source, not_private)
+    rates: Any = learning_rates(lr, int(np.size(sigmas))) if callable(lr) else lr
     runs = [
-        Replica(sigmas=sigmas, lr=lr, clip=clip, beta=beta, seed=seed + i)
+        Replica(sigmas=sigmas, lr=rates, clip=clip, beta=beta, seed=seed + i)
         for i in range(_validate.count("repeats", repeats, at_least=2))
     ]
     T = runs[0].steps

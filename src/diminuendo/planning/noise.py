@@ -10,8 +10,13 @@ from numpy.typing import ArrayLike
 
 from diminuendo import _validate, schedules
 from diminuendo._validate import Vector
-from diminuendo.accounting.calibrate import calibrate
-from diminuendo.accounting.subsampled import price_curve
+from diminuendo.accounting.calibrate import (
+    add_remove_target,
+    calibrate,
+    calibrate_near,
+    roughly_scaled,
+)
+from diminuendo.accounting.subsampled import DeltaModel
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.planning.value import PlanWarning
@@ -22,7 +27,9 @@ SCHEDULES = ("optimal", *schedules.shapes.NAMED)
 Schedule = str | Callable[[int], float] | ArrayLike
 
 _ROUNDS = 4
-_WORTHWHILE = 1e-3
+_SETTLED = 0.3
+_MOST_RATES = 4
+_START_POWERS = (0.0, 0.125, 0.25)
 
 
 def scheduled_sigmas(
@@ -31,11 +38,14 @@ def scheduled_sigmas(
     budget: Budget,
     rate: float | Vector,
     fall: float | None = None,
+    *,
+    uniform: Vector | None = None,
 ) -> Vector:
     """σ_1…σ_T of the named, computed or listed schedule, scaled onto the budget.
 
     `fall` is σ_T/σ_1 of a named shape, in (0, 1]; where it is None the shape falls as far as the
-    optimal full-batch schedule for this influence does.
+    optimal full-batch schedule for this influence does. `uniform` is the uniform schedule on this
+    budget, where it is at hand.
     """
     if fall is not None and (not isinstance(schedule, str) or schedule in ("optimal", "uniform")):
         raise InputError(
@@ -49,53 +59,69 @@ def scheduled_sigmas(
         return calibrate(schedules.shapes.custom(schedule, steps), budget, rate)
     _validate.choice("schedule", schedule, SCHEDULES)
     if schedule == "optimal":
-        return optimal_sigmas(influence, budget, rate)
+        return optimal_sigmas(influence, budget, rate, uniform=uniform)
     if fall is None:
         fall = min(float((influence[0] / influence[-1]) ** 0.25), 1.0)
     return calibrate(schedules.shapes.falling(schedule, steps, fall), budget, rate)
 
 
-def optimal_sigmas(influence: Vector, budget: Budget, sampling_rate: float | Vector) -> Vector:
-    """The σ_t that minimise Σ q_t σ_t² within the budget, at the price that sampling gives a step.
+def optimal_sigmas(
+    influence: Vector,
+    budget: Budget,
+    sampling_rate: float | Vector,
+    *,
+    uniform: Vector | None = None,
+) -> Vector:
+    """The σ_t that minimise Σ q_t (σ_t/rate_t)² within the budget, never worse than uniform noise.
 
-    With a rate for each step: the best of uniform noise on the sum, uniform noise on the mean and
-    the lemma's shape, since prices are found for one rate at a time. A mean over an expected batch
-    of rate_t·N has noise σ_t/rate_t, so Σ q_t (σ_t/rate_t)² is what they are compared by.
-
-    Full batch: the lemma. Subsampled: from the better of uniform noise and the lemma's shape on,
-    the price of a step is taken around the current schedule, the best schedule at these prices is
-    scaled onto the budget by the certified accountant, and so on until nothing is gained.
+    A mean over an expected batch of rate_t·N examples has noise σ_t/rate_t. Full batch: the lemma.
+    Subsampled at up to four different rates: the stationary point of δ(ε), scaled onto the budget
+    by the certified accountant. At more rates: the best of uniform noise on the sum, uniform noise
+    on the mean and the lemma's shape.
     """
-    q = influence
-    if not isinstance(sampling_rate, float):
-        per_mean = q / sampling_rate**2
-        shapes = (np.ones_like(q), sampling_rate, schedules.optimal_shape(per_mean))
-        scaled = [calibrate(shape, budget, sampling_rate) for shape in shapes]
-        return min(scaled, key=lambda sigmas: float(np.sum(per_mean * sigmas**2)))
-    if sampling_rate == 1:
-        return schedules.optimal(q, budget.R)
-    starts = (np.ones_like(q), schedules.optimal_shape(q))
-    candidates = [calibrate(shape, budget, sampling_rate) for shape in starts]
-    best = min(candidates, key=lambda sigmas: float(np.sum(q * sigmas**2)))
-    noise = float(np.sum(q * best**2))
-    for _ in range(_ROUNDS):
+    if isinstance(sampling_rate, float) and sampling_rate == 1:
+        return schedules.optimal(influence, budget.R)
+    rates = np.broadcast_to(np.asarray(sampling_rate, dtype=np.float64), influence.shape)
+    weights = influence / rates**2
+    if uniform is None:
+        uniform = calibrate(np.ones_like(influence), budget, rates)
+    candidates = [uniform]
+    if np.unique(rates).size > _MOST_RATES:
+        shapes = (rates, schedules.optimal_shape(weights))
+        candidates += [calibrate(shape, budget, rates) for shape in shapes]
+    else:
         try:
-            price = price_curve(best, budget.delta, sampling_rate)
-            spent = float(np.sum(price(best)))
-            shape = schedules.priced(q, price, spent, sigma_range=price.sigma_range)
+            sigmas = _stationary(weights, rates, budget)
         except InputError:
             warnings.warn(
-                "The price of a step could not be computed around this schedule. The plan takes "
-                "the better of uniform noise and the 1/σ² rule, which may not be the best.",
+                "The best schedule could not be computed here. The plan takes the better of "
+                "uniform noise and the full-batch rule, which may not be the best.",
                 PlanWarning,
                 stacklevel=5,
             )
+            sigmas = calibrate(schedules.optimal_shape(weights), budget, rates)
+        candidates.append(calibrate_near(sigmas, budget, rates))
+    return min(candidates, key=lambda sigmas: float(np.sum(weights * sigmas**2)))
+
+
+def _stationary(weights: Vector, rates: Vector, budget: Budget) -> Vector:
+    """Σ weights·σ² at its least for the budget's (ε, δ), before the certified accountant."""
+    target = add_remove_target(budget)
+    kinds = schedules.Kinds(weights, rates)
+    starts = [
+        roughly_scaled(np.exp(-power * kinds.log_q), target, kinds.rates, kinds.counts)
+        for power in _START_POWERS
+    ]
+    noise = [float(np.sum(kinds.counts * np.exp(kinds.log_q) * start**2)) for start in starts]
+    log_sigmas = np.log(starts[int(np.argmin(noise))])
+    for _ in range(_ROUNDS):
+        model = DeltaModel(
+            np.exp(log_sigmas), kinds.rates, kinds.counts, target.epsilon, target.delta
+        )
+        before = log_sigmas
+        log_sigmas = schedules.least_noise(
+            kinds.log_q, kinds.counts, model, float(np.log(target.delta)), before
+        )
+        if abs(float(log_sigmas.min() - before.min())) < _SETTLED:
             break
-        sigmas = calibrate(shape, budget, sampling_rate)
-        left = float(np.sum(q * sigmas**2))
-        if left < noise:
-            best = sigmas
-        if left > noise * (1 - _WORTHWHILE):
-            break
-        noise = left
-    return best
+    return kinds.spread(log_sigmas)

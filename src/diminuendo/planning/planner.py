@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Literal, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from diminuendo import _validate
-from diminuendo.bounds import landscape, noise_level
+from diminuendo._validate import Vector
+from diminuendo.bounds import landscape, runs
 from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
+from diminuendo.influence.learning_rates import LearningRates
 from diminuendo.planning import text
+from diminuendo.planning.constants import Constants, Guesses
+from diminuendo.planning.gain import expected_gain
+from diminuendo.planning.joint import joint_learning_rates
+from diminuendo.planning.mismatch import forgetting
 from diminuendo.planning.noise import Schedule, scheduled_sigmas
 from diminuendo.planning.value import (
     MOST_STEPS,
@@ -21,6 +27,20 @@ from diminuendo.planning.value import (
     certified_epsilon,
     one_or_each,
 )
+
+
+class MeasuredSpectrum(Protocol):
+    """Eigenvalues of a Hessian and the share of directions that each stands for."""
+
+    @property
+    def eigenvalues(self) -> Vector:
+        """λ_i; negative ones count as zero."""
+        ...
+
+    @property
+    def weights(self) -> Vector:
+        """Shares of directions, positive."""
+        ...
 
 
 def plan(
@@ -32,16 +52,14 @@ def plan(
     steps: int | Literal["auto"] = "auto",
     kappa: float | None = None,
     gamma: float | None = None,
-    spectrum: ArrayLike | None = None,
+    spectrum: ArrayLike | MeasuredSpectrum | None = None,
     influence: ArrayLike | None = None,
     momentum: float | None = None,
-    step_size: float = 1.0,
-    smoothness: float | None = None,
-    gap: float = 1.0,
-    alpha: float | None = None,
     schedule: Schedule = "optimal",
     fall: float | None = None,
     sampling_rate: float | ArrayLike = 1.0,
+    lr: LearningRates | Literal["joint"] | None = None,
+    **guesses: Unpack[Guesses],
 ) -> Plan:
     """Choose the number of steps and the noise multiplier of each within a privacy budget.
 
@@ -49,71 +67,87 @@ def plan(
     examples        N, public; the divisor of the summed gradients
     parameters      D, the number of trained parameters
     clip            C, the norm to which each example's gradient is clipped (max grad norm)
-    steps           T, or "auto": as many as sampling_rate has numbers, else the T* that minimises
-                    the bound
+    steps           T, or "auto": as many as sampling_rate or lr has numbers, else the T* that
+                    minimises the bound
     kappa, gamma, spectrum, influence
                     what is known about the loss, at most one of them: the condition number κ ≥ 1,
-                    the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues, or a
-                    measured influence curve q_1…q_T
+                    the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues (or what
+                    `influence.spectrum_of` measured), or a measured influence curve q_1…q_T
     momentum        β in (0, 1), where training uses the bias-corrected average
-    step_size       the learning rate in units of 1/M, in (0, 1]
-    smoothness, gap public guesses of M and f(θ₁) − f*, one unless stated
-    alpha           α itself, in place of parameters, smoothness and gap
     schedule        "optimal", a named shape, a function of t, or an array of T numbers
     fall            σ_T/σ_1 of a named shape, in (0, 1]; the optimal schedule's unless stated
-    sampling_rate   Poisson sampling rate in (0, 1], 1 is the full batch; or one rate for each
-                    step, with which "optimal" means the lemma's shape, scaled onto the budget
+    sampling_rate   Poisson sampling rate in (0, 1], 1 is the full batch; or one rate for each step
+    lr              the learning rates η_1…η_T that training will use: an array, a function of
+                    t = 1…T or a function from a PyTorch optimizer to its scheduler, in units of
+                    one over an eigenvalue with a spectrum and of 1/M otherwise; or "joint": plan
+                    them together with the noise, for plain gradient descent
+
+    Public guesses, each of which has a default:
+
+    smoothness, gap M and f(θ₁) − f*, one unless stated
+    alpha           α itself, in place of parameters, smoothness and gap
+    step_size       a constant learning rate in units of 1/M, in (0, 1]
+    max_lr          the longest step, in the unit of lr; by default what the stated curvature
+                    allows: 2/M for a spectrum and given lr, 1/M for lr="joint" from kappa or gamma
+    gradient_norm   for lr="joint" with sampling_rate < 1: the root mean square of the clipped
+                    gradients' norms as a share of clip, in [0, 1]; it decides how much noise
+                    sampling itself adds
 
     None of these may be computed from the private data: what is measured there has to be paid for.
     Returns a Plan, whose certified ε is at most the budget's.
     """
-    budget = as_budget(budget)
-    examples = _validate.count("examples", examples)
-    clip = _validate.positive("clip", clip)
-    if np.ndim(sampling_rate) and isinstance(steps, str) and steps == "auto":
-        steps = int(np.size(sampling_rate))
+    budget, constants = as_budget(budget), Constants.of(guesses)
+    examples, clip = _validate.count("examples", examples), _validate.positive("clip", clip)
     if parameters is not None:
         parameters = _validate.count("parameters", parameters)
-    gap = _validate.positive("gap", gap)
-    if smoothness is not None:
-        smoothness = _validate.positive("smoothness", smoothness)
-    fixed = (
-        None
-        if isinstance(steps, str) and steps == "auto"
-        else _validate.count(
-            "steps", steps, at_most=MOST_STEPS, remedy='Give a whole number, or "auto".'
-        )
-    )
+    fixed = _fixed_steps(steps, sampling_rate, lr)
     rate = one_or_each(sampling_rate, fixed)
     momentum = None if momentum is None else _validate.real("momentum", momentum)
+    if lr is not None and constants.step_size != 1:
+        raise InputError(
+            "left out where lr is given",
+            name="step_size",
+            value=constants.step_size,
+            remedy="Give lr alone.",
+        )
     loss = landscape.describe(
         kappa=kappa,
         gamma=gamma,
         spectrum=spectrum,
         curve=influence,
         beta=momentum,
-        step_size=step_size,
+        step_size=constants.step_size,
         steps=fixed,
     )
-    level, level_sentence = _noise_level(
-        budget, examples, parameters, clip, smoothness, gap, alpha, spectrum
+    level, level_sentence = constants.noise_level(
+        budget, loss, examples=examples, parameters=parameters, clip=clip
     )
-    best, best_uniform = loss.best_steps(level)
-    T, uniform_T = (best, best_uniform) if fixed is None else (fixed, fixed)
-    if max(T, uniform_T) > MOST_STEPS:
-        raise InputError(
-            f"given, since the bound asks for {T:.1e}",
-            name="steps",
-            value="auto",
-            remedy=f"At most {MOST_STEPS:,} steps are planned.",
+    T, uniform_T = _most(loss.best_steps(level)) if fixed is None else (fixed, fixed)
+    preferred = T if fixed is None or lr is not None else loss.best_steps(level)[0]
+    chosen: list[str] = []
+    if isinstance(lr, str):
+        one_rate = _one_rate(lr, rate)
+        noise = constants.sampling_noise(one_rate, examples=examples, parameters=parameters)
+        lr = joint_learning_rates(
+            loss, level, T, budget, one_rate, noise=noise, max_lr=constants.max_lr
         )
+        chosen = [text.joint_sentence(noise)]
+    if lr is not None:
+        loss = runs.under_learning_rates(loss, lr, T, max_lr=constants.max_lr)
+        uniform_T = T
     q = loss.influence(T)
-    sigmas = scheduled_sigmas(schedule, q, budget, rate, fall)
     uniform = scheduled_sigmas("uniform", np.ones(uniform_T), budget, rate)
+    same_length = uniform if uniform_T == T else scheduled_sigmas("uniform", q, budget, rate)
+    sigmas = scheduled_sigmas(schedule, q, budget, rate, fall, uniform=same_length)
     common, own = (rate, 1.0) if isinstance(rate, float) else (1.0, rate)
     per_noise = loss.factor * level * budget.R / common**2
-    noise = float(np.sum(q * (sigmas / own) ** 2))
-    same_length = uniform if uniform_T == T else scheduled_sigmas("uniform", q, budget, rate)
+
+    def bound(noise: Vector) -> float:
+        weights = loss.bound_influence(noise.size)
+        return loss.bias(noise.size) + per_noise * float(np.sum(weights * (noise / own) ** 2))
+
+    rates = loss.learning_rates if isinstance(loss, runs.Run) else None
+    gain = expected_gain(loss.bias(T), q, per_noise, sigmas / own, same_length / own, lr=rates)
     result = Plan(
         budget=budget,
         steps=T,
@@ -126,59 +160,63 @@ def plan(
         momentum=momentum,
         alpha=level,
         epsilon=certified_epsilon(sigmas, budget, rate),
-        erub=loss.bias(T)
-        + per_noise * float(np.sum(loss.bound_influence(T) * (sigmas / own) ** 2)),
-        erub_uniform=loss.bias(uniform_T)
-        + per_noise * float(np.sum(loss.bound_influence(uniform_T) * (uniform / own) ** 2)),
+        erub=bound(sigmas),
+        erub_uniform=bound(uniform),
         uniform_steps=uniform_T,
-        noise_ratio=noise / float(np.sum(q * (same_length / own) ** 2)),
+        noise_ratio=float(np.sum(q * (sigmas / own) ** 2) / np.sum(q * (same_length / own) ** 2)),
         assumptions=(
             text.relation_sentence(budget),
             loss.description,
+            *chosen,
             level_sentence,
             *text.sampling_sentences(rate),
         ),
+        lr=rates,
+        gain=gain.gain,
+        gain_error=gain.error,
+        forgetting=forgetting(q, rates),
     )
-    _warn(result, best, bound_wanted=fixed is None)
+    _warn(result, preferred, bound_wanted=fixed is None)
     return result
 
 
-def _noise_level(
-    budget: Budget,
-    examples: int,
-    parameters: int | None,
-    clip: float,
-    smoothness: float | None,
-    gap: float,
-    alpha: float | None,
-    spectrum: ArrayLike | None,
-) -> tuple[float, str]:
-    """α, and a sentence about what had to be assumed for it."""
-    if alpha is not None:
-        return _validate.positive("alpha", alpha), "alpha was stated directly."
-    if parameters is None:
+def _fixed_steps(
+    steps: int | str, sampling_rate: float | ArrayLike, lr: LearningRates | str | None
+) -> int | None:
+    """T where it is stated, by itself or by the length of a list; None where the bound decides."""
+    if isinstance(steps, str) and steps == "auto":
+        if np.ndim(sampling_rate):
+            return int(np.size(sampling_rate))
+        if lr is None or isinstance(lr, str) or callable(lr) or not np.ndim(lr):
+            return None
+        return int(np.size(lr))
+    return _validate.count(
+        "steps", steps, at_most=MOST_STEPS, remedy='Give a whole number, or "auto".'
+    )
+
+
+def _most(steps: tuple[int, int]) -> tuple[int, int]:
+    """The numbers of steps, refused where they are too many to plan."""
+    if max(steps) > MOST_STEPS:
         raise InputError(
-            "given, unless alpha is",
-            name="parameters",
-            value=None,
-            remedy="It is the number of trained parameters.",
+            f"given, since the bound asks for {steps[0]:.1e}",
+            name="steps",
+            value="auto",
+            remedy=f"At most {MOST_STEPS:,} steps are planned.",
         )
-    largest = float(np.max(np.asarray(spectrum, dtype=np.float64))) if spectrum is not None else 1.0
-    M = largest if smoothness is None else smoothness
-    if spectrum is not None and largest > M:
-        raise InputError(f"at least max(spectrum) = {largest:g}", name="smoothness", value=M)
-    level = noise_level(
-        parameters=parameters, clip=clip, smoothness=M, examples=examples, R=budget.R, gap=gap
-    )
-    source = (
-        "from the spectrum"
-        if spectrum is not None and smoothness is None
-        else ("a public guess" if smoothness is None else "given")
-    )
-    return level, (
-        f"alpha = {level:.3g} from its parts: smoothness M = {M:g} ({source}), "
-        f"gap f(θ₁) − f* = {gap:g} (a public guess unless you know it)."
-    )
+    return steps
+
+
+def _one_rate(lr: str, rate: float | Vector) -> float:
+    """The sampling rate of a plan that chooses its learning rates."""
+    _validate.choice("lr", lr, ("joint",))
+    if not isinstance(rate, float):
+        raise InputError(
+            "one number where learning rates are planned together with the noise",
+            name="sampling_rate",
+            value=f"{rate.size} numbers",
+        )
+    return rate
 
 
 def _warn(result: Plan, best: int, *, bound_wanted: bool) -> None:

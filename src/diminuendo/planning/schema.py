@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from diminuendo.planning.value import Plan
 
 SCHEMA = "diminuendo.plan"
-VERSION = 1
+VERSION = 2
+ADDED_IN_2 = ("lr", "gain", "gain_error", "forgetting")
+"""A plan without any of these is written as version 1, and keeps the digest that it had there."""
 
 
 def content(plan: Plan) -> dict[str, Any]:
@@ -28,7 +30,12 @@ def content(plan: Plan) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, np.ndarray):
             values[name] = value.tolist()
-    return {"schema": SCHEMA, "version": VERSION, **values}
+    version = VERSION
+    if all(values[name] is None for name in ADDED_IN_2):
+        version = 1
+        for name in ADDED_IN_2:
+            del values[name]
+    return {"schema": SCHEMA, "version": version, **values}
 
 
 def digest(values: Mapping[str, Any]) -> str:
@@ -49,13 +56,15 @@ def parse(text: str, names: set[str], *, source: str) -> dict[str, Any]:
             value=source,
             remedy="`diminuendo plan -o plan.json` writes one.",
         )
-    if data.get("version") != VERSION:
+    if data.get("version") not in (1, VERSION):
         raise SchemaError(
-            f"of schema version {VERSION}",
+            f"of schema version 1 or {VERSION}",
             name="the plan",
             value=data.get("version"),
             remedy="Plan again with this version of diminuendo, or use the version that wrote it.",
         )
+    if data["version"] == 1:
+        names = names - set(ADDED_IN_2)
     expected = names | {"schema", "version", "digest"}
     if set(data) != expected:
         raise InputError(

@@ -43,19 +43,38 @@ def summary(plan: Plan) -> str:
     least, most = plan.rates.min(), plan.rates.max()
     rate = f"{least:g}" if least == most else f"{least:g} to {most:g}, step by step"
     batch = "full batch" if least == 1 else f"Poisson rate {rate}"
+    rates = [] if plan.lr is None else [f"  learning rate {_line(plan.lr)}"]
     lines = [
         f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
-        f"  noise σ      {drawing(sigmas)}  {number(sigmas[0])} → {number(sigmas[-1])}",
+        f"  noise σ      {_line(sigmas)}",
+        *rates,
         f"  privacy      ε = {rounded_up(plan.epsilon)} of {budget.epsilon:g} at δ = "
         f"{budget.delta:g} ({budget.relation}, {budget.conversion} conversion)",
         f"  excess risk  ERUB {number(plan.erub)}, with uniform noise {number(plan.erub_uniform)}"
         f" in {plan.uniform_steps} steps",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
         "leaves in the final loss",
+        *_gain_line(plan),
         f"  digest       {plan.digest[:23]}…",
         "Assumptions:",
     ]
     return "\n".join(lines + [f"  - {assumption}" for assumption in plan.assumptions])
+
+
+def _line(values: Vector) -> str:
+    return f"{drawing(values)}  {number(values[0])} → {number(values[-1])}"
+
+
+def _gain_line(plan: Plan) -> list[str]:
+    if plan.gain is None or plan.gain_error is None:
+        return []
+    share = f"{100 * plan.gain:.2g}% less excess risk than uniform noise at the same learning rates"
+    if plan.gain_is_negligible:
+        return [
+            f"  gain         none to expect: {share}, which is within the error of "
+            f"{100 * plan.gain_error:.2g}%. Uniform noise will do as well."
+        ]
+    return [f"  gain         {share} (± {100 * plan.gain_error:.2g}%)"]
 
 
 def relation_sentence(budget: Budget) -> str:
@@ -65,6 +84,19 @@ def relation_sentence(budget: Budget) -> str:
         "replace-one": "one example is replaced by any other",
     }
     return f"Neighbouring data: {words[budget.relation]} ({budget.relation})."
+
+
+def joint_sentence(sampling_noise: float) -> str:
+    """How learning rates were planned together with the noise."""
+    also = (
+        f", with the noise of sampled gradients (variance {sampling_noise:.3g} clip² a coordinate)"
+        if sampling_noise
+        else ""
+    )
+    return (
+        "The learning rates were planned together with the noise, for an initial distance spread "
+        f"evenly over all directions{also}; a schedule of your own needs a plan of its own."
+    )
 
 
 def sampling_sentences(rate: float | Vector) -> list[str]:

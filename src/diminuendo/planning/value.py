@@ -45,6 +45,12 @@ class Plan:
     erub_uniform     the same for uniform noise in `uniform_steps` steps
     noise_ratio      noise left in the final loss over what uniform noise of the same length leaves
     assumptions      whole sentences: what `erub` and the schedule rest on
+    lr               η_1…η_T, the learning rates that the noise is planned for, in units of 1/M,
+                     or of one over an eigenvalue where a spectrum was given; None: constant
+    gain             by how much less final excess loss is expected than with uniform noise at the
+                     same learning rates, as a share of the larger of that loss and the initial one
+    gain_error       what `gain` may be off by, in the same unit (see `planning.gain`)
+    forgetting       by how much ln(q_t/η_t²) falls with a unit of learning rate in later steps
 
     Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
     sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
@@ -68,6 +74,10 @@ class Plan:
     uniform_steps: int
     noise_ratio: float
     assumptions: tuple[str, ...]
+    lr: Vector | None = None
+    gain: float | None = None
+    gain_error: float | None = None
+    forgetting: float | None = None
 
     def __post_init__(self) -> None:
         sigmas = _validate.vector("sigmas", self.sigmas)
@@ -81,6 +91,17 @@ class Plan:
             _validate.real("momentum", self.momentum, above=0, below=1)
         for name in ("clip", "alpha", "erub", "erub_uniform", "noise_ratio"):
             _validate.positive(name, getattr(self, name))
+        if self.lr is not None:
+            rates = _validate.vector("lr", self.lr, positive=False)
+            rates.setflags(write=False)
+            object.__setattr__(self, "lr", rates)
+            if rates.size != self.steps:
+                raise InputError(
+                    f"steps ({self.steps})", name="the length of lr", value=int(rates.size)
+                )
+        for name in ("gain", "gain_error", "forgetting"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _validate.real(name, getattr(self, name)))
         object.__setattr__(self, "sampling_rate", one_or_each(self.sampling_rate, self.steps))
         _validate.real("epsilon", self.epsilon, at_least=0, at_most=self.budget.epsilon)
         object.__setattr__(self, "sigmas", sigmas)
@@ -105,6 +126,13 @@ class Plan:
     def events(self) -> tuple[events.GaussianStep, ...]:
         """What the run releases, in order, with runs of equal steps gathered into one event."""
         return events.from_schedule(self.sigmas, self.rates)
+
+    @property
+    def gain_is_negligible(self) -> bool | None:
+        """Whether the expected gain is within its own error; None where it is not known."""
+        if self.gain is None or self.gain_error is None:
+            return None
+        return self.gain <= self.gain_error
 
     @cached_property
     def rates(self) -> Vector:
@@ -171,6 +199,8 @@ class Plan:
             epsilon=certified_epsilon(sigmas, self.budget, self.sampling_rate),
             erub=self.erub * factor**2,
             noise_ratio=self.noise_ratio * factor**2,
+            gain=None,
+            gain_error=None,
             assumptions=(*self.assumptions, f"Every σ was multiplied by {factor:g}."),
         )
 

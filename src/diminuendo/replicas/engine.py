@@ -1,8 +1,8 @@
 """train(...): K replicas of a model, trained by private gradient descent as one computation.
 
-Replica k ends where the ordinary trainer (`training.fit` with the same seed, σ_t, learning rate and
-clip norm, from `initialise(model, seed)`) ends, to rounding: it draws the same numbers from the
-same generators.
+Replica k ends where the ordinary trainer (`training.fit` with noise="fast" and the same seed, σ_t,
+learning rate and clip norm, from `initialise(model, seed)`) ends, to rounding: it draws the same
+numbers from the same generators.
 """
 
 from __future__ import annotations

@@ -79,6 +79,8 @@ class Vmapped(_Flattened):
 class OneByOne(_Flattened):
     """The training engine, replica after replica, for models that `torch.func` cannot map."""
 
+    _probed = False
+
     def _load(self, row: int) -> None:
         parameters = dict(self.model.named_parameters())
         for name, value in self.named(self.state[0][row]).items():
@@ -99,7 +101,8 @@ class OneByOne(_Flattened):
     def clipped_sum(self, data: Data, rows: slice, update: Update) -> Tensor:
         """The training engine's clipped sum, for one replica after the other."""
         health = torch.zeros_like(update.clip)
-        with Engine(self.model) as engine:
+        with Engine(self.model, probing=not self._probed) as engine:
+            self._probed = True
             for i, row in enumerate(self._numbers(rows)):
                 self._load(row)
                 if not self._one(engine, data, slice(row, row + 1), update, i):

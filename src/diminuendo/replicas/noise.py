@@ -14,7 +14,7 @@ from diminuendo.training.seeds import Seeds
 
 
 class Noise:
-    """Rows of Gaussian noise, one for each replica, equal to the trainer's own in that step.
+    """Rows of Gaussian noise, one for each replica, equal to the trainer's fast noise in that step.
 
     On a CPU every row has its own generator, and rows are filled by as many threads as torch has;
     on a GPU one kernel draws what the generators would.

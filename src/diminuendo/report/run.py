@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 _BEFORE = "anything computed on the data before training: scaling, selection, tuning"
 _SEEDED = "everything: the seed was fixed, so the noise can be predicted"
+_FAST = (
+    "rounding: the noise was the fast one, which is Gaussian in real arithmetic only. Who looks at "
+    "the last bits of what is released may learn more"
+)
 _REVEALED = "the training loss, revealed on request"
 
 
@@ -21,6 +25,8 @@ def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     """The run's public facts, with its plan's digest and what the claim leaves out."""
     public = {name: value for name, value in result.items() if name != "training_loss"}
     not_covered = [_BEFORE] if result["private"] else [_SEEDED, _BEFORE]
+    if result.get("noise") == "fast":
+        not_covered.append(_FAST)
     if result["revealed"]:
         public["training_loss"] = result["training_loss"]
         not_covered.append(_REVEALED)
@@ -32,9 +38,16 @@ def claim(run: Mapping[str, Any]) -> str:
     if not run["private"]:
         return "NOT PRIVATE: the seed was fixed"
     return (
-        f"({rounded_up(run['epsilon'])}, {run['delta']:g})-differentially private for "
+        f"({rounded_up(run['epsilon'])}, {_delta(run)})-differentially private for "
         f"{run['relation']} neighbours, against an adversary who sees every noisy gradient"
+        + ("; in real arithmetic only (fast noise)" if run.get("noise") == "fast" else "")
     )
+
+
+def _delta(run: Mapping[str, Any]) -> str:
+    """δ, and what is added to it for sums whose rounding error may not have been noticed."""
+    added = run.get("delta_added")
+    return f"{run['delta']:g} + {rounded_up(added)}" if added else f"{run['delta']:g}"
 
 
 def page(plan: Plan, run: Mapping[str, Any]) -> str:
@@ -81,7 +94,8 @@ def document(
             ("Budget and run", f"{cited['budget']}, run {cited['run']}"),
             ("Chain head", html.code(f"{cited['head']} (record {cited['record']})")),
         ]
-    tone = "good" if run["private"] and all(check.holds for check in checks) else "warning"
+    sound = run["private"] and run.get("noise") != "fast" and all(c.holds for c in checks)
+    tone = "good" if sound else "warning"
     sections = [
         html.Section("What is claimed", html.note(claim(run), tone=tone), html.facts(facts_shown)),
         html.Section("What the claim does not cover", html.bullets(run["not_covered"])),

@@ -13,11 +13,16 @@ from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian
 from diminuendo.schedules import shapes
+from diminuendo.schedules.joint import JointProblem
 from diminuendo.schedules.pricing import Price, priced
+from diminuendo.schedules.subsampled import Kinds, least_noise
 
 __all__ = [
+    "JointProblem",
+    "Kinds",
     "Price",
     "gain_over_uniform",
+    "least_noise",
     "onto_budget",
     "optimal",
     "optimal_shape",

@@ -6,6 +6,7 @@ with _extras.needed("torch", extra="torch", purpose="Training"):
     from diminuendo.training.checkpoint import Checkpoints
     from diminuendo.training.clipping import Automatic, Flat, PerLayer, UnsupportedModule
     from diminuendo.training.journal import Journal
+    from diminuendo.training.learning_rates import follow_plan
     from diminuendo.training.loop import fit
     from diminuendo.training.optim import PrivateDescent
     from diminuendo.training.run import Result
@@ -23,4 +24,5 @@ __all__ = [
     "Result",
     "UnsupportedModule",
     "fit",
+    "follow_plan",
 ]

@@ -23,8 +23,8 @@ from diminuendo.errors import InputError, SchemaError
 from diminuendo.planning import Plan
 from diminuendo.training.journal import Journal
 
-VERSION = 1
-_IDENTITY = {"plan", "examples", "model_shapes", "seed"}
+VERSION = 2
+_IDENTITY = {"plan", "examples", "model_shapes", "seed", "noise"}
 _STATE = {"step", "model", "optimizer", "lr_scheduler", "kinds", "spending", "released", "lost"}
 _KEYS = _IDENTITY | _STATE | {"generators"}
 
@@ -37,14 +37,20 @@ class Identity:
     examples: int
     model: dict[str, list[int]]
     seed: int | None
+    noise: str
 
     @classmethod
     def of(
-        cls, model: torch.nn.Module, plan_digest: str, examples: int, seed: int | None
+        cls,
+        model: torch.nn.Module,
+        plan_digest: str,
+        examples: int,
+        seed: int | None,
+        noise: str,
     ) -> Identity:
         """The identity of a run, with the shapes of everything in the model's state."""
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-        return cls(plan_digest, examples, shapes, seed)
+        return cls(plan_digest, examples, shapes, seed, noise)
 
     def check(self, other: Identity, path: Path) -> None:
         """Raise where the other, read from a path, is not of this run."""
@@ -53,6 +59,7 @@ class Identity:
             ("number of examples", self.examples, other.examples),
             ("model", self.model, other.model),
             ("seed", self.seed, other.seed),
+            ("noise", self.noise, other.noise),
         ):
             if mine != theirs:
                 raise InputError(
@@ -75,10 +82,13 @@ class Checkpoints:
 
     folder  made if it is not there; an interrupted run in it is taken up again
     every   steps between checkpoints, and most that a crash can cost
+    moved   True states that the folder was moved here or restored, and that no other copy of it
+            has gone on or will
     """
 
     folder: str | Path
     every: int = 50
+    moved: bool = False
 
     def __post_init__(self) -> None:
         _validate.count("every", self.every)
@@ -86,7 +96,7 @@ class Checkpoints:
     def journal(self, plan: Plan, *, writes: bool) -> Journal:
         """The journal beside the checkpoint."""
         path = _files.make_folder(self.folder) / "journal.json"
-        return Journal(path, plan, every=self.every, writes=writes)
+        return Journal(path, plan, every=self.every, writes=writes, moved=self.moved)
 
 
 class Checkpoint:
@@ -122,6 +132,7 @@ class Checkpoint:
             "examples": identity.examples,
             "model_shapes": identity.model,
             "seed": identity.seed,
+            "noise": identity.noise,
             "step": step,
             **state,
         }
@@ -151,7 +162,11 @@ class Checkpoint:
         if not content.keys() >= _KEYS:
             raise InputError("whole", name="the checkpoint", value=str(self.path))
         saved = Identity(
-            content["plan"], content["examples"], content["model_shapes"], content["seed"]
+            content["plan"],
+            content["examples"],
+            content["model_shapes"],
+            content["seed"],
+            content["noise"],
         )
         self.identity.check(saved, self.path)
         return content
@@ -159,21 +174,8 @@ class Checkpoint:
 
 def write_tensors(path: Path, content: Any) -> None:
     """`torch.save`, whole or not at all, and on disk when it returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as handle:
-            torch.save(content, handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-        _files.sync_folder(path.parent)
-    except OSError as error:
-        raise InputError(
-            "a file that can be written",
-            name="the output",
-            value=str(path),
-            remedy=f"({error.strerror})",
-        ) from None
+    with _files.writing(path) as handle:
+        torch.save(content, handle)
 
 
 def _lock(folder: Path) -> int:

@@ -1,8 +1,9 @@
 """Several processes, one release: shares of one sample, one sum, one noise, one voice.
 
-Every rank draws the same Poisson sample (the seeds are shared) and takes every world-th example of
-it. The first rank asks the spending and adds the noise; sums are reduced. A rank that dies makes
-the collective operations of the others fail: they stop with an error rather than train on.
+Every rank draws the same Poisson sample (they share the key for it) and takes every world-th
+example of it. The first rank asks the spending and adds the noise; sums are reduced. A rank that
+dies makes the collective operations of the others fail: they stop with an error rather than train
+on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from diminuendo.budget import Budget
 from diminuendo.errors import DiminuendoError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import Spending
-from diminuendo.training.seeds import Seeds
+from diminuendo.training.mechanism.keys import Keys
 
 T = TypeVar("T")
 
@@ -67,9 +68,10 @@ class Group:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def same_seeds(self, seeds: Seeds) -> Seeds:
-        """The first rank's seeds, everywhere."""
-        return seeds.shared(self._broadcast(seeds.root)) if self.world > 1 else seeds
+    def same_sample(self, keys: Keys) -> None:
+        """Have every rank draw the first one's sample."""
+        if self.world > 1:
+            keys.share(self._broadcast(keys.shared))
 
     def agree(self, ask: Callable[[], T]) -> T:
         """Ask on the first rank alone; every rank returns its answer, or raises its error.
@@ -134,12 +136,12 @@ def for_all_ranks(group: Group, make: Callable[[], Spending]) -> Spending:
         return make()
     made: list[Spending] = []
 
-    def on_first() -> tuple[Budget, bool, bool]:
+    def on_first() -> tuple[Budget, bool, bool, str]:
         made.append(make())
-        return made[0].budget, made[0].adaptive, made[0].durable
+        return made[0].budget, made[0].adaptive, made[0].durable, made[0].unit
 
-    budget, adaptive, durable = group.agree(on_first)
-    return RankSpending(group, made[0] if made else None, budget, adaptive, durable)
+    budget, adaptive, durable, unit = group.agree(on_first)
+    return RankSpending(group, made[0] if made else None, budget, adaptive, durable, unit)
 
 
 class RankSpending(Spending):
@@ -155,10 +157,11 @@ class RankSpending(Spending):
         budget: Budget,
         adaptive: bool,
         durable: bool,
+        unit: str = "example",
     ) -> None:
         super().__init__(budget)
         self._group, self._asked = group, asked
-        self.adaptive, self.durable = adaptive, durable
+        self.adaptive, self.durable, self.unit = adaptive, durable, unit
 
     @property
     def _first(self) -> Spending:

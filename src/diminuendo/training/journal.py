@@ -3,20 +3,26 @@
 With a plan, steps are reserved some at a time. Where a policy picks σ while training, nobody can
 know after a crash what it would have picked: the journal then holds every event since the last
 saved state, each on disk before its step is released.
+
+A private run without a ledger has nothing but its journal, so that copies of it must not count
+apart: see `copies`.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diminuendo import _files, _validate, events
-from diminuendo.errors import InputError
+from diminuendo.errors import InputError, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
+from diminuendo.training import copies
 
 VERSION = 1
 
@@ -43,23 +49,40 @@ class Journal:
 
     every   steps that are reserved at a time, and may be lost by a crash
     writes  False for a rank that only reads
+    moved   True states that the file was moved here or restored, and that no other copy of it has
+            gone on or will
     """
 
     def __init__(
-        self, path: str | Path, plan: Plan, *, every: int = 50, writes: bool = True
+        self,
+        path: str | Path,
+        plan: Plan,
+        *,
+        every: int = 50,
+        writes: bool = True,
+        moved: bool = False,
     ) -> None:
         self.path = Path(path)
         self._digest, self._steps = plan.digest, plan.steps
         self._every = _validate.count("every", every)
-        self._writes = writes
+        self._writes, self._moved = writes, moved
         self._reserved = 0
         self._events: list[GaussianStep] = []
         self._receipt: Mapping[str, Any] = {}
+        self._run: str | None = None
+        self._turn = self._serial = 0
 
-    def read(self, *, saved: int = 0) -> Entry:
-        """What the file says; without one nothing was released, if no step is in a saved state."""
+    def read(self, *, saved: int = 0, planned: bool = True, alone: bool = False) -> Entry:
+        """What the file says; without one nothing was released, if no step is in a saved state.
+
+        saved    how many steps the saved state has that is gone on from
+        planned  whether a plan says what the steps after it are
+        alone    whether nobody but the journal keeps count: then copies of it are told apart, and
+                 this run takes its turn
+        """
         if not self.path.exists():
             if saved == 0:
+                self._run = secrets.token_hex(16) if alone else None
                 return Entry()
             raise InputError(
                 "beside the saved state",
@@ -68,11 +91,12 @@ class Journal:
                 remedy="Without it nobody knows which steps were released since; start anew in "
                 "another folder, with a budget of its own.",
             )
-        data = _files.parse_json(
-            _files.read_text(self.path, name="the journal"),
-            name="the journal",
-            source=str(self.path),
-        )
+        text = _files.read_text(self.path, name="the journal")
+        data = _files.parse_json(text, name="the journal", source=str(self.path))
+        entry = self._entry(data)
+        return self._in_turn(data, entry, saved, planned) if alone else entry
+
+    def _entry(self, data: Any) -> Entry:
         try:
             if data["plan"] != self._digest:
                 raise InputError(
@@ -88,6 +112,29 @@ class Journal:
             if isinstance(error, InputError):
                 raise
             raise InputError("a journal", name="the journal", value=str(self.path)) from None
+
+    def _in_turn(self, data: dict[str, Any], entry: Entry, saved: int, planned: bool) -> Entry:
+        """The newest word of all copies; from here on this run alone has the next."""
+        self._run = str(data.get("run") or secrets.token_hex(16))
+        with copies.newest(self._run) as newest:
+            if newest.content is None:
+                if not self._moved:
+                    copies.refuse_copy(self.path, data.get("place"))
+            elif newest.content["serial"] > data["serial"]:
+                data, entry = newest.content, self._entry(newest.content)
+            if not planned and entry.since > saved:
+                raise InputError(
+                    f"of step {entry.since} or later",
+                    name="the saved state",
+                    value=saved,
+                    remedy="A copy of it has gone on, and nobody knows which steps its policy "
+                    "took before. Go on from the newest copy, or start anew.",
+                )
+            self._turn = int(data.get("turn", 0)) + 1
+            self._serial = int(data.get("serial", 0))
+            self._events = list(entry.events)
+            self._keep(newest, entry.upto, entry.since, entry.events)
+        return entry
 
     def before_release(
         self, step: int, event: GaussianStep, spending: Spending, *, planned: bool
@@ -110,10 +157,44 @@ class Journal:
     def settle(self, charged: int) -> None:
         """After an error, unlike after a crash, it is known which steps were never asked for."""
         if self._reserved > charged and not self._events:
-            self._write(charged)
+            with suppress(_TakenUp):
+                self._write(charged)
 
     def _write(self, upto: int, since: int = 0, written: Sequence[GaussianStep] = ()) -> None:
+        if self._run is None or not self._writes:
+            self._put(self._content(upto, since, written))
+        else:
+            with copies.newest(self._run) as newest:
+                now = newest.content
+                if now is not None and now["turn"] != self._turn:
+                    raise _TakenUp(
+                        f"The run of {self.path} has been taken up again, in "
+                        f"{now['place']['folder']} on {now['place']['host']}: it goes on there."
+                    )
+                self._keep(newest, upto, since, written)
+        self._reserved = upto
+
+    def _keep(
+        self,
+        newest: copies.NewestWord,
+        upto: int,
+        since: int,
+        written: Sequence[GaussianStep],
+    ) -> None:
+        """The last word of the run: first where all copies look, then in the file."""
+        self._serial += 1
         content = {
+            **self._content(upto, since, written),
+            "run": self._run,
+            "turn": self._turn,
+            "serial": self._serial,
+            "place": copies.place_of(self.path),
+        }
+        newest.replace(content)
+        self._put(content)
+
+    def _content(self, upto: int, since: int, written: Sequence[GaussianStep]) -> dict[str, Any]:
+        return {
             "version": VERSION,
             "plan": self._digest,
             "reserved": upto,
@@ -121,6 +202,11 @@ class Journal:
             "events": [events.to_dict(event) for event in written],
             "receipt": self._receipt,
         }
+
+    def _put(self, content: Mapping[str, Any]) -> None:
         if self._writes:
             _files.write_text(self.path, json.dumps(content))
-        self._reserved = upto
+
+
+class _TakenUp(UsageError):
+    """Another run has the next word."""

@@ -17,7 +17,10 @@ from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
 from diminuendo.training.distributed import Group, for_all_ranks
-from diminuendo.training.guard import check_scheduler
+from diminuendo.training.groups import Groups
+from diminuendo.training.guard import check_scheduler, check_unit
+from diminuendo.training.learning_rates import follow_plan
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
 from diminuendo.training.progress import reading
@@ -38,15 +41,18 @@ def fit(
     plan: Plan,
     *,
     loss: Loss,
+    groups: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     lr: float | None = None,
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    strict: bool = False,
     clip: ClipRule | None = None,
     spending: Spending | None = None,
     ledger: str | Path | Payer | None = None,
     budget: str | None = None,
     policy: Policy | None = None,
     micro_batch: int | None = None,
+    noise: NoiseName = "exact",
     seed: int | None = None,
     folder: str | Path | Checkpoints | None = None,
     workers: int = 0,
@@ -59,7 +65,14 @@ def fit(
     """Train `model` on `data` by the plan; the model is changed in place.
 
     loss          gives one loss per example: reduction="none"
+    groups        whose each row is, where several are one person's: a column with an entry for
+                  each row. Each step draws persons, and one row of each; the plan's examples are
+                  persons, and so is who the claim protects
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
+    lr            the learning rate of that; where the plan has learning rates, their unit
+    lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
+                  differs from what the noise was planned for is warned about before anything is
+                  spent; strict=True refuses it
     clip          the plan's norm, flat, unless given (customary name: max grad norm)
     spending      who pays: `ledger.pay("patients", plan, data=…)`, say; the plan's own budget, and
                   nobody's ledger, unless given
@@ -67,6 +80,8 @@ def fit(
                   for spending=ledger.pay(budget, plan, data=data)
     policy        picks σ by what it is shown and nothing else, or it cannot be resumed exactly
     micro_batch   largest number of examples held in memory at once
+    noise         "exact": what is released is a post-processing of the ideal Gaussian mechanism;
+                  "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed          only for tests and experiments: the run is then not private
     folder        where checkpoints go, and where an interrupted run is taken up again; a
                   `Checkpoints` says how often, too
@@ -89,6 +104,7 @@ def fit(
             value=loss,
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
+    persons = Groups.of(groups)
     source, checkpoints = _with_deprecated(deprecated, data, folder)
     group = Group.current()
     if ledger is not None or budget is not None:
@@ -112,6 +128,7 @@ def fit(
         policy=policy,
         micro_batch=micro_batch,
         journal=journal,
+        noise=noise,
         seed=seed,
     )
     checkpoint = None
@@ -121,19 +138,29 @@ def fit(
             lr=_validate.positive("lr", lr, remedy="Or give an optimizer."),
             beta=plan.momentum or 0.0,
         )
+        check_unit(private.spending, grouped=persons is not None)
         private.guard.check_optimizer(steps_by)
-        check_scheduler(lr_scheduler, steps_by)
+        scheduler = lr_scheduler
+        if policy is None:
+            scheduler = follow_plan(steps_by, plan, lr_scheduler, strict=strict)
+            if lr_scheduler is not None and private.watch is not None:
+                private.watch.stop()  # what there was to say about it has been said
+        else:
+            check_scheduler(lr_scheduler, steps_by)
         if checkpoints is not None and journal is not None:
-            identity = Identity.of(model, plan.digest, plan.examples, private.seeds.fixed)
+            identity = Identity.of(
+                model, plan.digest, plan.examples, private.seeds.fixed, private.noise
+            )
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
-        run = Run(private, steps_by, lr_scheduler, checkpoint, every)
+        run = Run(private, steps_by, scheduler, checkpoint, every)
         run.resume()
         try:
             result = run.train(
                 data,
                 loss,
+                groups=persons,
                 workers=workers,
                 progress=progress,
                 reveal=reveal_training_loss,

@@ -8,9 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from diminuendo import _progress
 from diminuendo.planning import Plan
 from diminuendo.training.step import PrivateGradients
 
@@ -49,19 +47,14 @@ def bar(shown: bool, private: PrivateGradients) -> Iterator[Advance]:
     if not (shown and private.group.first):
         yield lambda loss: None  # noqa: ARG005
         return
-    said = TextColumn("{task.fields[said]}")
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), said)
-    words = _words(private)
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(
-            "training", total=private.plan.steps, completed=private.step, said=words()
-        )
+    words, total = _words(private), private.plan.steps
+    with _progress.bar("training", total=total) as progress:
 
-        def advance(loss: float | None) -> None:
-            revealed = "" if loss is None else f", loss {loss:.4g} (not private)"
-            progress.update(task, completed=private.step, said=words() + revealed)
+        def show(revealed: str = "") -> None:
+            progress.update(private.step, note=f"{private.step}/{total} {words()}{revealed}")
 
-        yield advance
+        show()
+        yield lambda loss: show("" if loss is None else f", loss {loss:.4g} (not private)")
 
 
 def _words(private: PrivateGradients) -> Callable[[], str]:
@@ -81,6 +74,5 @@ def _said(epsilon: float) -> str:
 @contextmanager
 def reading(shown: bool) -> Iterator[Callable[[int, int], None]]:
     """How much of the data has been read for its identity."""
-    with Progress(TextColumn("reading the data"), BarColumn(), disable=not shown) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with _progress.bar("reading the data", shown=shown) as progress:
+        yield lambda done, total: progress.update(done, total=total)

@@ -12,7 +12,9 @@ from torch import Tensor
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
-from diminuendo.training.probe import Loss, refuse_mixing
+from diminuendo.training.learning_rates import PlannedRates
+from diminuendo.training.mechanism import NoiseName
+from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import bar
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
@@ -25,7 +27,9 @@ class Result:
     """How a run ended and what it spent.
 
     Holds nothing that was not paid for, except for `training_loss` where it was asked to be
-    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken.
+    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
+    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
+    noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
     """
 
     status: Status
@@ -39,6 +43,8 @@ class Result:
     lost: int = 0
     revealed: bool = False
     training_loss: float | None = None
+    noise: NoiseName = "exact"
+    delta_added: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -70,6 +76,8 @@ class Run:
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
         self._private.load_state_dict(state)
+        if isinstance(self._lr_scheduler, PlannedRates):
+            self._lr_scheduler.catch_up(self._private.step)
         _set_generators(self._private, state["generators"])
 
     def train(
@@ -77,6 +85,7 @@ class Run:
         data: Any,
         loss: Loss,
         *,
+        groups: Any = None,
         workers: int,
         progress: bool,
         reveal: bool,
@@ -92,7 +101,7 @@ class Run:
         with stop_signals() as stopped, bar(progress, private) as advance:
             try:
                 self._save_when_due()
-                for losses in _losses(private, loss, data, workers):
+                for losses in _losses(private, loss, data, groups, workers):
                     before = private.step
                     private.backward(losses)
                     self._optimizer.step()
@@ -113,6 +122,7 @@ class Run:
                 status, reason = "refused", str(refusal)
         if status == "done" and (private.policy is not None or private.step < private.plan.steps):
             status, reason = "refused", "too little is left of the budget for another step"
+        private.guard.verify()
         self._save()
         return Result(
             status,
@@ -126,6 +136,8 @@ class Run:
             private.lost,
             reveal,
             seen,
+            private.noise,
+            private.delta_added,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
@@ -166,11 +178,14 @@ class Run:
         )
 
 
-def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> Iterator[Tensor]:
+def _losses(
+    private: PrivateGradients, loss: Loss, data: Any, groups: Any, workers: int
+) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
-    tried = False
-    for batch in private.batches(data, workers=workers):
+    model = private.engine.model  # not what torch.compile made of it
+    shapes = Shapes(model)
+    for batch in private.batches(data, groups=groups, workers=workers):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise InputError(
                 "pairs (x, y)",
@@ -182,11 +197,11 @@ def _losses(private: PrivateGradients, loss: Loss, data: Any, workers: int) -> I
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
-        if not tried and len(x) > 1:
-            model = private.engine.model  # not what torch.compile made of it
-            refuse_mixing(model, loss, x[:2], y[:2])
-            tried = True
-        yield loss(private.model(x), y)
+        if shapes.new(x, model.training):
+            refuse_mixing(model, loss, x, y, shapes.others(x))
+        outputs = private.model(x)
+        private.guard.expect(outputs)
+        yield loss(outputs, y)
 
 
 def _mean(losses: Tensor) -> float | None:

@@ -1,8 +1,8 @@
 """Which examples take part in a step: all of them, or a Poisson sample.
 
-Formal guarantee: at rate p every example is drawn independently with probability p (to within
-2⁻⁵³), in every step anew, and a draw may be empty. This is the sampler that the accountant
-accounts.
+Formal guarantee: at rate p every example is drawn independently with probability p, to the last
+bit of the double p, in every step anew, and a draw may be empty. This is the sampler that the
+accountant accounts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from diminuendo import _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.training.distributed import Group
+from diminuendo.training.groups import Groups
+from diminuendo.training.mechanism import bernoulli
 from diminuendo.training.seeds import Seeds
 
 
@@ -28,8 +30,7 @@ def draw(examples: int, rate: float, seeds: Seeds, step: int) -> Tensor:
     """The indices of the examples that take part in a step, in increasing order."""
     if rate == 1:
         return torch.arange(examples)
-    uniform = torch.rand(examples, dtype=torch.float64, generator=seeds.generator("sampling", step))
-    return torch.nonzero(uniform < rate).flatten()
+    return torch.from_numpy(bernoulli.chosen(examples, rate, seeds.keys.sampling(step)))
 
 
 def as_trained(part: Any, precision: torch.dtype | None = None) -> Tensor:
@@ -106,6 +107,11 @@ class Source:
         if len(self) == 0:
             raise InputError("at least one example", name="the dataset", value=0)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of a dataset that consists of them; else none."""
+        return self._tensors or ()
+
     def __len__(self) -> int:
         if self._tensors is not None:
             return len(self._tensors[0])
@@ -138,6 +144,37 @@ class Source:
             generator=generator,
             collate_fn=_Collate(dataset, collate or default_collate),
         )
+
+
+class Drawn(NamedTuple):
+    """A batch, and the dataset that it was drawn from."""
+
+    source: Source
+    batch: Any
+
+    def other_rows(self, rows: Tensor) -> bool:
+        """Whether these are rows of the dataset that are not in the batch.
+
+        Told only of a dataset of tensors, by rows that it has once; rows that somebody changed on
+        the way from the batch to the model are in neither.
+        """
+        parts = self.batch if isinstance(self.batch, tuple) else (self.batch,)
+        for whole, part in zip(self.source.tensors, parts, strict=False):
+            if rows.shape != part.shape or rows.dtype != whole.dtype:
+                continue
+            given = rows.detach().to(whole.device)
+            off = given[(given != part).flatten(1).any(1)][:_COMPARED]
+            elsewhere = [_count(whole, row) for row in off if not _count(part, row)]
+            if len(elsewhere) > 1 and set(elsewhere) == {1}:
+                return True
+        return False
+
+
+_COMPARED = 16
+
+
+def _count(rows: Tensor, row: Tensor) -> int:
+    return int((rows == row).flatten(1).all(1).sum())
 
 
 class _Lists:
@@ -180,6 +217,8 @@ class Part(NamedTuple):
     first: bool
     last: bool
     size: int
+    parts: int = 1
+    """Of how many micro-batches the logical batch consists on this rank."""
 
 
 class Sampler:
@@ -199,14 +238,23 @@ class Sampler:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
         return self._rates[min(step, len(self._rates) - 1)]
 
-    def check(self, source: Source) -> None:
-        """Raise where the dataset is not of the plan's size."""
-        if len(source) != self._plan.examples:
+    def check(self, source: Source, groups: Groups | None = None) -> None:
+        """Raise where the dataset, or the number of persons in it, is not of the plan's size."""
+        if groups is not None and groups.rows != len(source):
+            raise InputError(
+                f"one for each row of the dataset ({len(source)})",
+                name="the entries of groups",
+                value=groups.rows,
+            )
+        size = len(source) if groups is None else len(groups)
+        if size != self._plan.examples:
             raise InputError(
                 f"the plan's examples ({self._plan.examples})",
-                name="the size of the dataset",
-                value=len(source),
-                remedy="Plan for this dataset.",
+                name="the size of the dataset" if groups is None else "the number of groups",
+                value=size,
+                remedy="Plan for this dataset."
+                if groups is None
+                else f"Plan with examples={size}: one for each person, not for each row.",
             )
 
     def batches(
@@ -215,15 +263,16 @@ class Sampler:
         first: int,
         last: int | None,
         *,
+        groups: Groups | None = None,
         workers: int = 0,
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[tuple[Part, Any]]:
         """Micro-batches with their places, from step `first` up to `last`, or without end."""
-        self.check(source)
+        self.check(source, groups)
         parts: deque[Part] = deque()
         for batch in source.batches(
-            self._indices(parts, first, last),
+            self._indices(parts, first, last, groups),
             workers=workers,
             pin_memory=pin_memory,
             collate=collate,
@@ -231,13 +280,17 @@ class Sampler:
         ):
             yield parts.popleft(), batch
 
-    def _indices(self, parts: deque[Part], first: int, last: int | None) -> Iterator[Tensor]:
+    def _indices(
+        self, parts: deque[Part], first: int, last: int | None, groups: Groups | None
+    ) -> Iterator[Tensor]:
         step = first
         while last is None or step < last:
             drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
+            if groups is not None:
+                drawn = groups.one_row_each(drawn, self._seeds, step)
             pieces = _chunks(self._group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece)))
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces)))
                 yield piece
             step += 1
 

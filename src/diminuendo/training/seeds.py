@@ -1,50 +1,50 @@
-"""Where randomness comes from: one seed for each purpose, one generator for each step.
+"""PyTorch's own generators, for what need not be exact: experiments' noise, and loading.
 
-Every generator is a pure function of (seed, purpose, step), so that a resumed run, a second rank or
-a prefetching loader draws the same. By default seeds come from the operating system, live in
-memory alone and are never written: noise that nobody can replay. A fixed seed is for tests and
-experiments, and then the run is not private.
+Every generator is a pure function of (keys, purpose, step), so that a resumed run or a prefetching
+loader draws the same. Samples and exact noise come from a cipher instead: `mechanism.keys`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
 
-from diminuendo import _validate
 from diminuendo.errors import DiminuendoError
+from diminuendo.training.mechanism.keys import Keys
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """The root of a run's randomness. `fixed` is None for operating-system entropy."""
+    """PyTorch's generators of a run, one for each purpose, made from its keys."""
 
-    fixed: int | None = None
-    _root: bytes = field(default=b"", repr=False, compare=False)
+    keys: Keys
     _made: dict[tuple[str, torch.device], torch.Generator] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     @classmethod
     def make(cls, seed: int | None = None) -> Seeds:
-        if seed is None:
-            return cls(None, secrets.token_bytes(32))
-        seed = _validate.count("seed", seed, at_least=0)
-        return cls(seed, hashlib.sha256(f"diminuendo {seed}".encode()).digest())
+        """Of fresh keys, or of those that a `seed` (a whole number from 0) gives."""
+        return cls(Keys.make(seed))
+
+    @property
+    def fixed(self) -> int | None:
+        """The seed of an experiment, or None for keys that the operating system gave."""
+        return self.keys.fixed
 
     @property
     def private(self) -> bool:
-        return self.fixed is None
+        """False where a fixed seed makes the noise predictable."""
+        return self.keys.private
 
     def number(self, purpose: str, step: int) -> int:
         """The seed for one purpose in one step."""
         label = f"{purpose} {step}".encode()
-        digest = hashlib.blake2b(label, key=self._root, digest_size=8).digest()
+        digest = hashlib.blake2b(label, key=self.keys.generators, digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
     def generator(
@@ -62,17 +62,11 @@ class Seeds:
             made = self._made[key] = torch.Generator(device)
         if made.device.type == "cpu":
             label = f"{purpose} {step}".encode()
-            made.set_state(_filled(hashlib.shake_256(self._root + label).digest(4 * _WORDS)))
+            made.set_state(
+                _filled(hashlib.shake_256(self.keys.generators + label).digest(4 * _WORDS))
+            )
             return made
         return made.manual_seed(self.number(purpose, step))
-
-    def shared(self, root: bytes) -> Seeds:
-        """The same seeds on another rank."""
-        return Seeds(self.fixed, root)
-
-    @property
-    def root(self) -> bytes:
-        return self._root
 
 
 _WORDS, _BEFORE = 624, 24

@@ -12,6 +12,8 @@ sum, `mechanism` adds the noise, and `journal` remembers across a crash.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +28,13 @@ from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
 from diminuendo.training.clipping import Clip, Engine, Flat
-from diminuendo.training.clipping.contract import TF32, coarse
+from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
+from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Entry, Journal
-from diminuendo.training.mechanism import FastNoise, Mechanism, NoisySum
-from diminuendo.training.sampling import Part, Sampler, Source, precision_of
+from diminuendo.training.learning_rates import Watch
+from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
+from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
 ClipRule = Clip | Callable[[int], Clip]
@@ -71,6 +75,8 @@ class PrivateGradients:
                  p.grad stays None until the logical batch is complete
     journal      a file that knows across a crash which steps may have been released; with it, or
                  with a ledger, a saved `state_dict` can be gone on from
+    noise        "exact": what is released is a post-processing of the ideal Gaussian mechanism;
+                 "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed         only for tests and experiments: the run is then not private
 
     A step that was paid for and then failed half-way stays spent; the next one goes on after it.
@@ -87,35 +93,57 @@ class PrivateGradients:
         policy: Policy | None = None,
         micro_batch: int | None = None,
         journal: Journal | str | Path | None = None,
+        noise: NoiseName = "exact",
         seed: int | None = None,
     ) -> None:
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
+        _validate.choice("noise", noise, ["exact", "fast"])
+        if policy is None:
+            guard.check_plan(plan)
+        self.noise: NoiseName = noise
         if clip is not None:
             guard.check_clip(clip, callable_too=True)
         self.model, self.plan, self.policy = model, plan, policy
         self.clip: ClipRule = Flat(plan.clip) if clip is None else clip
         self._sigmas: list[float] = plan.sigmas.tolist()
         self.group = Group.current()
-        self.seeds = self.group.same_seeds(Seeds.make(seed))
+        self.seeds = Seeds.make(seed)
+        self.group.same_sample(self.seeds.keys)
         self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
         self.spending = self._asked_by_the_first(spending)
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal, plan, writes=self.group.first)
         self.journal = journal
         self.engine = Engine(model, eval_mode="raise")
-        self.guard = guard.Guard(model, self.engine.parameters)
-        self.mechanism = Mechanism(self.engine.parameters, FastNoise(self.seeds), self.group)
+        self.guard = guard.Guard(self.engine.model, self.engine.parameters)
+        self.guard.watch(plan.examples)
+        self.engine.before_forward(self.guard.before_forward)
+        source = ExactNoise(self.seeds.keys) if noise == "exact" else FastNoise(self.seeds)
+        self.mechanism = Mechanism(self.engine.parameters, source, self.group)
         self.step = 0
         """How many steps are over: taken, or lost by a crash or an error."""
         self.lost = 0
         """How many of them a crash cost: spent, and not taken."""
         self.released: tuple[Tensor, ...] = ()
         """The last step's private gradient, one tensor for each parameter, in its shape."""
+        self.watch = self._watch_learning_rates()
+        """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
+
+    def _watch_learning_rates(self) -> Watch | None:
+        if self.plan.lr is None or self.policy is not None:
+            return None
+        own = weakref.ref(self)
+
+        def taken() -> int | None:
+            private = own()
+            return None if private is None else private.step
+
+        return Watch(self.engine.parameters, self.plan.lr.tolist(), taken)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):
@@ -145,45 +173,56 @@ class PrivateGradients:
         self,
         dataset: Any,
         *,
+        groups: Any = None,
         workers: int = 0,
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step."""
+        """The plan's own sampler, until the plan or the budget ends. An empty draw is a step.
+
+        groups  whose each row is, where several are one person's: a column with an entry for each
+                row. Persons are drawn, and one row of each; the plan's examples are persons
+        """
         source = Source(dataset, precision_of(self.model))
-        self.sampler.check(source)
+        persons = Groups.of(groups)
+        guard.check_unit(self.spending, persons is not None)
+        self.sampler.check(source, persons)
         self.begin()
         self._abandon()
+        self.guard.verify()
         for part, batch in self.sampler.batches(
             source,
             self.step,
             None if self._unbounded else self.plan.steps,
+            groups=persons,
             workers=workers,
             pin_memory=pin_memory,
             collate=collate,
         ):
             if part.first and not self._may_go_on():
-                return
+                break
             if part.first and part.step != self.step:
                 raise UsageError(
                     f"This batch was drawn for step {part.step + 1}, and the next step to take is "
                     f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
                 )
             self._part = part
-            self.guard.watch()
+            self.guard.watch(part.size, Drawn(source, batch))
             yield batch
             if self._part is not None:
                 raise UsageError(
                     "A batch was drawn and private.backward was not called for it. Call it once "
                     "for each batch: a batch that was drawn belongs to a step."
                 )
+        self.guard.verify()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
         self.engine.check_losses(losses)
-        self.begin()
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
+        self.engine.probe_if_due(losses)
+        self.begin()
         self._part = None
         if part.first:
             self._request()
@@ -194,7 +233,14 @@ class PrivateGradients:
         clip, total = self._open
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(losses, clip, into, total.scale)
+            self.engine.clipped_sum(
+                losses,
+                clip,
+                into,
+                total.scale,
+                certify=self._certified,
+                share=1 / (part.parts * self.group.world),
+            )
         if part.last:
             self._release(total)
             self._open = None
@@ -207,7 +253,7 @@ class PrivateGradients:
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
-        sensitivity = clip.sensitivity * (1 + 2 * TF32 if coarse(self.engine.parameters[0]) else 1)
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         total = self.mechanism.begin(
             noise_std=event.noise_multiplier * sensitivity,
             sensitivity=sensitivity,
@@ -229,7 +275,23 @@ class PrivateGradients:
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
-        self.guard.watch()
+        self.guard.watch(self.plan.examples)
+
+    @property
+    def _certified(self) -> bool:
+        """Whether rounding errors of the sums are bounded and counted: not with fast noise."""
+        return not isinstance(self.mechanism.noise, FastNoise)
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ: the probability that some sum of the whole plan, or of a
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
+        facts; 0 with fast noise."""
+        if not self._certified:
+            return 0.0
+        largest = self.sampler.micro_batch or self.plan.examples
+        calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
+        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -265,6 +327,7 @@ class PrivateGradients:
 
     def _own_batch(self, losses: Tensor) -> Part:
         """A full batch that `batches` did not draw."""
+        guard.check_unit(self.spending, grouped=False)
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
         return Part(self.step, first=True, last=True, size=len(losses))
@@ -285,10 +348,12 @@ class PrivateGradients:
 
         Save it together with the model and the optimiser, between steps.
         """
+        self.guard.verify()
         return {
             "plan": self.plan.digest,
             "examples": self.plan.examples,
             "seed": self.seeds.fixed,
+            "noise": self.noise,
             "step": self.charged,
             "lost": self.lost,
             "spending": self.spending.state(),
@@ -306,6 +371,7 @@ class PrivateGradients:
             ("plan", self.plan.digest),
             ("examples", self.plan.examples),
             ("seed", self.seeds.fixed),
+            ("noise", self.noise),
         ):
             if state[name] != mine:
                 raise InputError(
@@ -323,12 +389,12 @@ class PrivateGradients:
                 "(spending=ledger.pay(...))."
             )
         self._resume(state)
-        self.guard.watch()
+        self.guard.watch(self.plan.examples)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         spent = self.spending.steps if state is None else _steps(state["spending"])
         step = 0 if state is None else int(state["step"])
-        entry = Entry() if self.journal is None else self.journal.read(saved=step)
+        entry = Entry() if self.journal is None else self.group.agree(lambda: self._read(step))
         seen: int | None = spent + max(entry.upto - step, 0)
         if not self.private:
             seen = spent
@@ -346,6 +412,15 @@ class PrivateGradients:
         self.step = step + now - spent
         self._begun = True
 
+    def _read(self, step: int) -> Entry:
+        """The journal's word; where nobody else keeps count, also of the journal's copies."""
+        assert self.journal is not None
+        return self.journal.read(
+            saved=step,
+            planned=self.policy is None,
+            alone=self.private and not self.spending.durable,
+        )
+
     def _planned(self, step: int) -> Iterable[GaussianStep]:
         """The plan's single steps from one on."""
         rates = self.plan.rates.tolist()
@@ -358,6 +433,8 @@ class PrivateGradients:
         The journal then says which steps were paid for, and no more: this is no crash.
         """
         self.engine.close()
+        if self.watch is not None:
+            self.watch.stop()
         if self.journal is not None:
             self.journal.settle(self.charged)
 

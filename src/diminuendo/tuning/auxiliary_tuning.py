@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from diminuendo import _progress, _validate
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
-from diminuendo.influence.measured import mark, said_of
+from diminuendo.influence.measured import mark, origin_of
 from diminuendo.replicas.engine import train
 from diminuendo.replicas.fingerprint import fingerprint
 from diminuendo.replicas.initial import initialise
@@ -198,7 +198,7 @@ def _curve_of(
         )
     if callable(influence):
         return influence
-    values = mark(_validate.vector("influence", influence), said_of(influence))
+    values = mark(_validate.vector("influence", influence), origin_of(influence))
     if space.steps != values.size:
         raise InputError(
             f"the length of the influence curve ({values.size})",
@@ -212,7 +212,7 @@ def _curve_of(
 def _warning(curve_of: CurveOf, trials: Sequence[Trial]) -> str | None:
     """The warning of any curve that was tried: the choice was between all of them."""
     steps = sorted({trial.candidate.steps for trial in trials})
-    warnings = (said_of(curve_of(number)) for number in steps)
+    warnings = (origin_of(curve_of(number)) for number in steps)
     return next((text for text in warnings if text is not None), None)
 
 

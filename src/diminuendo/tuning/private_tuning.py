@@ -36,6 +36,8 @@ from diminuendo.replicas.checks import checked_pair
 from diminuendo.replicas.fingerprint import fingerprint
 from diminuendo.replicas.replica import Model
 from diminuendo.training.loop import fit
+from diminuendo.training.mechanism import ExactNoise
+from diminuendo.training.mechanism.keys import Keys
 from diminuendo.tuning.auxiliary import Labelled
 from diminuendo.tuning.search import Search
 from diminuendo.tuning.space import Candidate, Space, check_private_family, make_plan
@@ -222,8 +224,10 @@ def train_privately(
 def noisy_correct(model: nn.Module, x: torch.Tensor, y: torch.Tensor, noise: float) -> float:
     """How many examples the model classifies correctly, plus Gaussian noise of this deviation.
 
-    The noise comes from the operating system's random numbers.
+    The noise is exact, of keys that the operating system gives.
     """
     device = next(model.parameters()).device
     correct = (model(x.to(device)).argmax(dim=1).cpu() == y.cpu()).sum()
-    return float(correct) + secrets.SystemRandom().gauss(0.0, noise)
+    source = ExactNoise(Keys.make())
+    count = correct.double().reshape(1)
+    return float(source.add_noise(count, noise_std=noise, sensitivity=1.0, step=0))

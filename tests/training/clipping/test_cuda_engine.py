@@ -11,6 +11,7 @@ from naive import batch_loss, close, compare, per_example, reference
 from torch import Tensor, nn
 
 from diminuendo.training.clipping import Engine, Flat
+from diminuendo.training.clipping.certificate import ALLOWANCE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -138,7 +139,7 @@ def test_layers_against_one_example_at_a_time(name: str, dtype: torch.dtype, tol
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("gru", "lstm")])
 def test_bfloat16_autocast(name: str) -> None:
-    """Sums and norms in float32, and near those of the same pass one example at a time."""
+    """Sums in float32, and near those of the same pass one example at a time."""
     torch.set_default_dtype(torch.float32)
     model, x = case(name)
 
@@ -152,7 +153,8 @@ def test_bfloat16_autocast(name: str) -> None:
     norms, sums = reference(grads, Flat(bound), [])
     with Engine(model) as engine:
         result = engine.clipped_sum(loss(model, (x,)), Flat(bound))
-    assert all(total.dtype == torch.float32 for total in (result.norms, *result.sums))
+    assert result.norms.dtype == torch.float64
+    assert all(total.dtype == torch.float32 for total in result.sums)
     close(result.norms, norms, 0.05, "norms")
     whole = torch.cat([total.flatten() for total in result.sums])
     close(whole, torch.cat([total.flatten() for total in sums]), 0.05, "sums")
@@ -187,3 +189,37 @@ def test_compiled_by_inductor(name: str) -> None:
             close(actual.norms, expected.norms, 1e-4, "norms")
             for a, b in zip(actual.sums, expected.sums, strict=True):
                 close(a, b, 1e-4, "sums")
+
+
+WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "vectors": (lambda: nn.Sequential(nn.Linear(200, 150), nn.Linear(150, 80)), (300, 200)),
+    "tokens": (lambda: nn.Linear(128, 256), (40, 17, 128)),
+    "convolution": (lambda: nn.Conv2d(32, 64, 3, padding=1), (40, 32, 12, 12)),
+    "few positions": (lambda: nn.Conv2d(64, 128, 3), (40, 64, 4, 4)),
+    "groups": (lambda: nn.Conv2d(64, 128, 3, groups=2), (40, 64, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("name", WIDE)
+def test_certified_sums(name: str, tf32: bool) -> None:
+    """Near the sums in float64, and no contribution above the bound."""
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    make, shape = WIDE[name]
+    model, x, bound = make().cuda(), torch.randn(shape).cuda(), 1e-2
+    with Engine(model) as engine:
+
+        def run(x: Tensor) -> Tensor:
+            losses = model(x).flatten(1).square().sum(1)
+            made = engine.clipped_sum(losses, Flat(bound), certify=True).sums
+            return torch.cat([part.flatten() for part in made])
+
+        quick = run(x)
+        coarse = dict(engine._summation.precise)
+        assert not coarse, "the quick sums were good enough"
+        engine._summation.precise = dict.fromkeys(range(len(engine.parameters)), 9)
+        assert float((run(x) - quick).norm()) <= ALLOWANCE * bound
+        for i in range(3):
+            size = float(run(x[i : i + 1]).norm())
+            assert 0.9 * bound <= size <= bound * (1 + ALLOWANCE)

@@ -6,13 +6,12 @@ from diminuendo.accounting.subsampled.bounds import (
     epsilon_upper,
     running_epsilon,
 )
-from diminuendo.accounting.subsampled.price import PriceCurve, price_curve
+from diminuendo.accounting.subsampled.model import DeltaModel
 
 __all__ = [
-    "PriceCurve",
+    "DeltaModel",
     "delta_bounds",
     "epsilon_bounds",
     "epsilon_upper",
-    "price_curve",
     "running_epsilon",
 ]

@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import erf
 
 from diminuendo._validate import Vector
 from diminuendo.accounting.subsampled.closed_form import gaussian_epsilon, gaussian_log_delta
@@ -20,6 +21,7 @@ from diminuendo.accounting.subsampled.nodes import (
     Mixture,
     direct_mixture,
     interpolated_mixture,
+    total_variation,
 )
 from diminuendo.accounting.subsampled.running import running_upper
 from diminuendo.accounting.subsampled.solve import (
@@ -28,6 +30,7 @@ from diminuendo.accounting.subsampled.solve import (
     mixture_delta,
     mixture_epsilon,
 )
+from diminuendo.accounting.subsampled.transform import unamplified
 
 NODE_FACTOR = 3.0
 LARGEST_MU = 8.0
@@ -44,6 +47,17 @@ class _Steps(NamedTuple):
     rate: Vector
     repeats: Vector
     gaussian_variance: float
+
+    @property
+    def total_variation(self) -> float:
+        """A bound on the total variation of the composition: delta at every epsilon >= 0.
+
+        Total variations of composed steps add up at most; a subsampled step has rate times that
+        of its Gaussian.
+        """
+        each = float(np.sum(self.repeats * self.rate * total_variation(self.mu)))
+        each += math.erf(math.sqrt(self.gaussian_variance / 8.0))
+        return min(each * (1.0 + 1e-12), 1.0)
 
     def mixture(self, spacing: float, *, upper: bool) -> Mixture:
         """Direct mixture if there are few distinct steps, else nodes ``spacing`` apart."""
@@ -71,6 +85,8 @@ def epsilon_bounds(
     exact = _closed_epsilon(steps, delta)
     if exact is not None:
         return exact
+    if steps.total_variation <= delta:
+        return Bracket(0.0, 0.0)
     spacing = math.sqrt(NODE_FACTOR * tolerance)
     best = Bracket(0.0, math.inf)
     for _ in range(3):
@@ -105,6 +121,8 @@ def epsilon_upper(
     exact = _closed_epsilon(steps, delta)
     if exact is not None:
         return exact.upper
+    if steps.total_variation <= delta:
+        return 0.0
     mixture = steps.mixture(math.sqrt(NODE_FACTOR * tolerance), upper=True)
     return mixture_epsilon(mixture, delta, tolerance).upper
 
@@ -141,7 +159,7 @@ def delta_bounds(
     if exact is not None:
         return exact
     spacing = math.sqrt(NODE_FACTOR * 5e-4)
-    best = Bracket(0.0, 1.0)
+    best = Bracket(0.0, steps.total_variation)
     for _ in range(3):
         mixture = steps.mixture(spacing, upper=True)
         found = mixture_delta(mixture, epsilon, tolerance)
@@ -172,7 +190,10 @@ def running_epsilon(sigmas: Vector, rates: Vector, delta: float) -> Vector:
     leading = [gaussian_epsilon(delta, math.sqrt(v))[1] for v in variance[:ahead]]
     if ahead == 0:
         leading.append(epsilon_upper(sigmas[:1], rates[:1], np.ones(1), delta))
-    return running_upper(mixture, row, variance, np.array(leading), delta, RUNNING_TOLERANCE)
+    upper = running_upper(mixture, row, variance, np.array(leading), delta, RUNNING_TOLERANCE)
+    each = np.where(full, 0.0, rates * total_variation(1.0 / sigmas))
+    spread = (np.cumsum(each) + erf(np.sqrt(variance / 8.0))) * (1.0 + 1e-9)
+    return np.where(spread <= delta, 0.0, upper)
 
 
 def _closed_epsilon(steps: _Steps, delta: float) -> Bracket | None:
@@ -213,7 +234,7 @@ def _closed_delta(steps: _Steps, epsilon: float) -> Bracket | None:
     if steps.gaussian_variance > 0.0 or steps.repeats.sum() != 1.0:
         return None
     rate = float(steps.rate[0])
-    inner = math.log1p(math.expm1(min(epsilon, 700.0)) / rate)
+    inner = float(unamplified(epsilon, steps.rate)[0])
     low = gaussian_log_delta(inner * (1.0 + 1e-13), float(steps.mu[0]))[0]
     high = gaussian_log_delta(inner * (1.0 - 1e-13), float(steps.mu[0]))[1]
     return Bracket(rate * math.exp(low) * (1.0 - 1e-12), rate * math.exp(high) * (1.0 + 1e-12))

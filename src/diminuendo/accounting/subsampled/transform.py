@@ -31,6 +31,8 @@ NEGLIGIBLE_LOG = -46.0
 EMPTY_LOG = -1e5
 MAX_PANELS = 1 << 14
 _CHUNK = 4096
+_ONE_THREAD = 1 << 16
+"""Multiplications that a product may have so that BLAS does it on one thread."""
 _ABSCISSA, _WEIGHT = np.polynomial.legendre.leggauss(POINTS)
 _RHO = np.array([1.6, 2.0, 2.5, 3.2, 4.2, 6.0]).reshape(-1, 1)
 _LOG_SQRT_2PI = 0.5 * float(np.log(2.0 * np.pi))
@@ -70,10 +72,17 @@ def outcome_probability(mu: Vector, rate: Vector, bounds: Range) -> Vector:
     return np.asarray((ndtr(low) + ndtr(-high) + rate * ndtr(mu - high)) * (1.0 + 1e-12))
 
 
+def unamplified(eps: float, rate: Vector) -> Vector:
+    """log(1 + (e^eps - 1)/rate) without overflow: the Gaussian loss behind a subsampled one."""
+    if eps > 30.0:
+        return np.asarray(eps - np.log(rate) + np.log1p((rate - 1.0) * np.exp(-eps)))
+    return np.asarray(np.log1p(np.expm1(eps) / rate))
+
+
 def split_range(mu: Vector, rate: Vector, bounds: Range, level: float) -> tuple[Range, Range]:
     """Divide a range at the outcome whose loss is ``level`` (the same loss for all nodes)."""
     low, high = bounds
-    y = np.log1p(np.expm1(min(level, 700.0)) / rate)
+    y = unamplified(level, rate)
     middle = np.clip(y / mu + 0.5 * mu, low, high)
     return (low, middle), (middle, high)
 
@@ -133,6 +142,21 @@ def tilted_transforms(
     return Transforms(log_mass, phi, error)
 
 
+def product(left: ComplexArray, right: ComplexArray) -> ComplexArray:
+    """left^T right, a few rows at a time where the result is small.
+
+    Such products are too short for several threads, and BLAS would spend more on starting them.
+    """
+    cells = left.shape[1] * right.shape[1]
+    if cells > _ONE_THREAD // 16:
+        return np.asarray(left.T @ right)
+    rows = _ONE_THREAD // cells
+    total = left[:rows].T @ right[:rows]
+    for start in range(rows, left.shape[0], rows):
+        total += left[start : start + rows].T @ right[start : start + rows]
+    return np.asarray(total)
+
+
 def _fourier_sums(weight: Vector, angle: Vector, size: int) -> ComplexArray:
     """sum_j weight_j exp(i k angle_j) for k < size, as one matrix product."""
     inner = max(1, int(np.ceil(np.sqrt(size))))
@@ -141,7 +165,7 @@ def _fourier_sums(weight: Vector, angle: Vector, size: int) -> ComplexArray:
     for start in range(0, weight.size, _CHUNK):
         part = angle[start : start + _CHUNK]
         coarse = _powers(part * inner, outer) * weight[start : start + _CHUNK, None]
-        total += coarse.T @ _powers(part, inner)
+        total += product(coarse, _powers(part, inner))
     return np.asarray(total.ravel()[:size], dtype=np.complex128)
 
 

@@ -2,7 +2,7 @@
 
 from diminuendo.training.clipping.clip import Automatic, Clip, Flat, PerLayer
 from diminuendo.training.clipping.engine import ClippedSum, Engine
-from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
+from diminuendo.training.clipping.errors import EngineError, MixedExamples, UnsupportedModule
 
 __all__ = [
     "Automatic",
@@ -11,6 +11,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Flat",
+    "MixedExamples",
     "PerLayer",
     "UnsupportedModule",
 ]

@@ -25,9 +25,16 @@ def _positive(owner: str, field: str, value: float) -> None:
         raise EngineError(f"{owner}: {field} must be a finite number above 0, got {value!r}")
 
 
+# Outweighs the roundings of a bound, a quotient and a product in float64.
+_DOWN = 1.0 - 2.0**-50
+
+
 def _over(bound: float, norms: Tensor) -> Tensor:
-    """``bound / norms`` in one kernel (a number over a tensor would take two)."""
-    return torch.div(_number(bound, norms.dtype), norms)
+    """``bound / norms``, rounded down so that its product with the norm is never above the bound.
+
+    One kernel: a number over a tensor would take two.
+    """
+    return torch.div(_number(bound * _DOWN, norms.dtype), norms)
 
 
 @lru_cache(maxsize=64)
@@ -129,7 +136,8 @@ class PerLayer:
                 f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "
                 "bound for each entry of Engine.layers, or a single number for the total"
             )
-        column = torch.tensor(self.bounds, dtype=norms.dtype).to(norms.device, non_blocking=True)
+        down = [bound * _DOWN for bound in self.bounds]
+        column = torch.tensor(down, dtype=norms.dtype).to(norms.device, non_blocking=True)
         return (column.unsqueeze(1) / norms).clamp_(max=1.0)
 
 

@@ -3,23 +3,35 @@
 A linear map applied to T tokens of example i has the weight gradient ``sum_t u_t v_t^T`` with
 ``u_t`` the gradient of output token t and ``v_t`` its input. Three ways lead to its norm:
 
-* T = 1: ``||G||^2 = ||u||^2 ||v||^2``;
+* T = 1: ``||G|| = ||u|| ||v||``;
 * Gram: ``||G||^2 = sum_{s,t} (u_s . u_t)(v_s . v_t)``, about ``T^2 (r + c)`` multiplications;
 * instantiate G, ``T r c`` multiplications, and keep it: the clipped sum is then ``sum_i c_i G_i``
   and needs no further product over tokens.
 
 By Gram matrices, what is left of terms that cancel is known only to rounding errors of the terms:
-``gamma (sum_t ||u_t|| ||v_t||)^2`` (see :func:`rounding`). That much is added to the squared norm,
-so that an example is never taken to be smaller than it is.
+``Gamma (sum_t ||u_t|| ||v_t||)^2`` (docs/rounding.md, lemma 3). That much is added to the squared
+norm, so that an example is never taken to be smaller than it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from diminuendo.training.clipping import kernels
+from diminuendo.training.clipping.rounding import (
+    DOUBLE,
+    TF32,
+    above,
+    cancelled,
+    gamma,
+    row_norm,
+    smallest,
+    unit,
+)
 
 # Reading and writing one stored entry of G costs about as much as this many multiplications.
 _TRAFFIC = 24
@@ -27,6 +39,10 @@ _TRAFFIC = 24
 _MEMORY = 1.0
 # Most entries of one block of Gram matrices held at a time.
 _BLOCK = 1 << 23
+# Lengths of the longest rows and columns of an example for which float32 has the range.
+_TAME = 2.0**-30, 2.0**50
+# Inner products with a larger relative error than this are taken in float64.
+LOOSE = 2.0**-7
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -34,18 +50,6 @@ def upcast(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
         return tensor
     return tensor.float()
-
-
-def row_norm(per_example: Tensor) -> Tensor:
-    """Norm of each ``per_example[i]``, shape ``(N,)``."""
-    flat = per_example if per_example.dim() == 2 else per_example.flatten(1)
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    return norms
-
-
-def square_norm(per_example: Tensor) -> Tensor:
-    """Squared norm of each ``per_example[i]``, shape ``(N,)``."""
-    return row_norm(per_example).square_()
 
 
 def spread(factors: Tensor, like: Tensor) -> Tensor:
@@ -68,68 +72,44 @@ def instantiating_pays(tokens: int, rows: int, cols: int) -> bool:
     return _TRAFFIC * size <= tokens * tokens * width and size <= _MEMORY * tokens * width
 
 
-def gram_square_norm(u: Tensor, v: Tensor, convolved: bool = False) -> Tensor:
-    """``||U_i^T V_i||^2`` by Gram matrices, in blocks of examples to bound the memory.
+class Size(NamedTuple):
+    """Upper bounds ``(N,)`` in float64: of the norm, and of ``sum_t ||u_t|| ||v_t||``, which is
+    what the norm would be if no term cancelled another."""
 
-    ``convolved`` says that the sum is not a matrix product and may be coarser than the norm.
-    """
+    norm: Tensor
+    terms: Tensor
+
+    def rounded(self) -> Size:
+        """For products of which one factor is rounded to TF32 after it has been scaled."""
+        return Size(self.norm.add(self.terms, alpha=1.01 * TF32), self.terms)
+
+
+def gram_size(u: Tensor, v: Tensor) -> Size:
+    """The size of ``U_i^T V_i`` by Gram matrices, in blocks of examples to bound the memory."""
     examples, tokens = u.shape[0], u.shape[1]
     block = max(1, _BLOCK // max(1, 2 * tokens * tokens))
     if block >= examples:
-        return _gram_block(u, v, convolved)
+        return shared_size([Factor(u, v)])
     parts = [
-        _gram_block(u[start : start + block], v[start : start + block], convolved)
+        shared_size([Factor(u[start : start + block], v[start : start + block])])
         for start in range(0, examples, block)
     ]
-    return torch.cat(parts)
+    return joined(parts)
 
 
-def _gram_block(u: Tensor, v: Tensor, convolved: bool) -> Tensor:
-    rows, cols = torch.bmm(u, u.mT), torch.bmm(v, v.mT)
-    largest = (_diagonal(rows) * _diagonal(cols)).sqrt_().sum(1)
-    slack = rounding(u, u.shape[2] + v.shape[2])
-    squares = rows.mul_(cols).sum((1, 2)).add_(largest.square(), alpha=slack)
-    if coarse(u, convolved) and not coarse(u):
-        return squares.clamp_(min=0.0).sqrt_().add_(largest, alpha=2 * TF32).square_()
-    return squares
+def joined(parts: list[Size]) -> Size:
+    """The sizes of blocks of examples, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Size(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _diagonal(gram: Tensor) -> Tensor:
-    return torch.diagonal(gram, dim1=1, dim2=2)
-
-
-def rounding(like: Tensor, length: int, convolved: bool = False) -> float:
-    """gamma: what sums of ``length`` products of this precision may be off by, relative to the sum
-    of the terms' sizes; twice that, for the clipped sum is rounded too."""
-    exact = torch.finfo(like.dtype).eps / 2
-    return 2 * (exact * (length + 64) + (2 * TF32 if coarse(like, convolved) else 0.0))
-
-
-TF32 = 2.0**-10
-"""What a factor may be off by where a GPU multiplies float32 with ten bits."""
-
-
-def coarse(like: Tensor, convolved: bool = False) -> bool:
-    """Whether a GPU may multiply in TF32."""
-    if not like.is_cuda or like.dtype is not torch.float32:
-        return False
-    cuda: Any = torch.backends.cuda.matmul
-    try:
-        return bool(cuda.allow_tf32 or (convolved and torch.backends.cudnn.allow_tf32))
-    except RuntimeError:  # set by two interfaces at once, of which one may allow it
-        return True
-
-
-def product_square_norm(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``||U_i^T V_i||^2`` by the cheapest way, and the products where they were formed."""
+def product_size(u: Tensor, v: Tensor) -> tuple[Size | None, Tensor | None]:
+    """The size of ``U_i^T V_i`` by Gram matrices, or the products where forming them is cheaper."""
     tokens, rows, cols = u.shape[1], u.shape[2], v.shape[2]
-    if tokens == 1:
-        norms = torch.linalg.vector_norm(u.flatten(1), dim=1)
-        return norms.mul_(torch.linalg.vector_norm(v.flatten(1), dim=1)).square_(), None
-    if instantiating_pays(tokens, rows, cols):
-        products = torch.bmm(u.mT, v)
-        return square_norm(products), products
-    return gram_square_norm(u, v), None
+    if tokens > 1 and instantiating_pays(tokens, rows, cols):
+        return None, torch.bmm(u.mT, v)
+    return gram_size(u, v), None
 
 
 def product_weighted(u: Tensor, v: Tensor, factors: Tensor) -> Tensor:
@@ -174,34 +154,63 @@ class Factor:
         """Whether ``rows`` holds indices."""
         return self.rows.dim() == 2
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Lengths of the inner products of rows and of columns; 1 for indices, which are exact."""
+        return (1 if self.indexed else self.rows.shape[2]), self.cols.shape[2]
+
+    def some(self, which: Tensor) -> Factor:
+        """The gradients of some examples."""
+        return Factor(self.rows[which], self.cols[which])
+
+    def double(self) -> Factor:
+        """The same gradient, to be multiplied in float64."""
+        return Factor(self.rows if self.indexed else self.rows.double(), self.cols.double())
+
     def inner(self, other: Factor) -> Tensor:
         """``<G_i, G'_i>`` for each example, by the Gram identity."""
+        return (
+            self._row_products(other)
+            .mul_(torch.bmm(self.cols, other.cols.mT))
+            .sum((1, 2), dtype=torch.float64)
+        )
+
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """Inner products of the rows of each example, and of its columns, ``(N, T, T)`` each."""
+        return self._row_products(self), torch.bmm(self.cols, self.cols.mT)
+
+    def _row_products(self, other: Factor) -> Tensor:
         if self.indexed and other.indexed:
-            rows = (self.rows.unsqueeze(2) == other.rows.unsqueeze(1)).to(self.cols.dtype)
-        elif other.indexed:
+            same = self.rows.unsqueeze(2) == other.rows.unsqueeze(1)
+            return same.to(self.cols.dtype)
+        if other.indexed:
             index = other.rows.unsqueeze(1).expand(-1, self.rows.shape[1], -1)
-            rows = self.rows.gather(2, index)
-        elif self.indexed:
-            return other.inner(self)
-        else:
-            rows = torch.bmm(self.rows, other.rows.mT)
-        return rows.mul_(torch.bmm(self.cols, other.cols.mT)).sum((1, 2))
-
-    @property
-    def largest(self) -> Tensor:
-        """``sum_t ||r_t|| ||c_t||``: what the norm would be if no term cancelled another."""
-        cols: Tensor = torch.linalg.vector_norm(self.cols, dim=2)
+            return self.rows.gather(2, index)
         if self.indexed:
-            return cols.sum(1)
-        return cols.mul_(torch.linalg.vector_norm(self.rows, dim=2)).sum(1)
+            return other._row_products(self).mT.contiguous()
+        return torch.bmm(self.rows, other.rows.mT)
 
-    @property
-    def width(self) -> int:
-        return self.cols.shape[2] + (0 if self.indexed else self.rows.shape[2])
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Upper bounds of ``||r_t||`` and ``||c_t||``, ``(N, T)`` in float64."""
+        cols = _lengths(self.cols)
+        return (torch.ones_like(cols) if self.indexed else _lengths(self.rows)), cols
+
+    def bulk(self) -> Tensor:
+        """An upper bound of ``sum_t ||r_t|| ||c_t||``, ``(N,)`` in float64."""
+        rows, cols = self.lengths()
+        return (rows * cols).sum(1).mul_(above(cols.shape[1]))
 
 
-def shared_square_norm(factors: list[Factor]) -> Tensor:
-    """``||sum_k G_i^(k)||^2`` of a parameter that several maps share, cross terms included."""
+def _lengths(tokens: Tensor) -> Tensor:
+    return row_norm(tokens.reshape(-1, tokens.shape[2])).view(tokens.shape[:2])
+
+
+def shared_size(factors: list[Factor]) -> Size:
+    """The size of ``sum_k G_i^(k)`` of a parameter that several maps share, cross terms included.
+
+    Docs/rounding.md, lemma 3: with a_t and b_t the lengths of the tokens' rows and columns, the
+    computed square is off by at most ``Gamma (sum a b)^2`` and what underflow takes.
+    """
     dense = [factor for factor in factors if not factor.indexed]
     if len(dense) > 1:
         joined = Factor(
@@ -209,13 +218,60 @@ def shared_square_norm(factors: list[Factor]) -> Tensor:
             torch.cat([factor.cols for factor in dense], 1),
         )
         factors = [factor for factor in factors if factor.indexed] + [joined]
-    if len(factors) == 1 and not factors[0].indexed:
-        return product_square_norm(factors[0].rows, factors[0].cols)[0]
-    slack = max(rounding(factor.cols, factor.width) for factor in factors)
-    largest = sum([factor.largest for factor in factors[1:]], factors[0].largest)
-    total = factors[0].inner(factors[0]).add_(largest.square_(), alpha=slack)
+    cols = factors[0].cols
+    floor = 1 / cancelled(cols)
+    widths = [max(sizes) for sizes in zip(*[factor.widths for factor in factors], strict=True)]
+    if sum(gamma(width, unit(cols)) for width in widths) > LOOSE:
+        factors = [factor.double() for factor in factors]
+        cols = factors[0].cols
+    rough, lost = unit(cols), smallest(cols)
+    tokens = sum(factor.cols.shape[1] for factor in factors)
+    of_rows, of_cols = (gamma(width, rough) for width in widths)
+    slack = of_rows + of_cols + of_rows * of_cols + 4 * rough + 4 * tokens * tokens * DOUBLE
+    under = [3.0 * width * lost for width in widths]
+    rest = tokens * tokens * (under[0] * under[1] + lost)
+    if len(factors) == 1 and not factors[0].indexed and kernels.serves(cols):
+        bound = kernels.Bound(
+            row_scale=1 + 2 * of_rows + 4 * rough,
+            row_loss=2 * widths[0] * lost,
+            col_scale=1 + 2 * of_cols + 4 * rough,
+            col_loss=2 * widths[1] * lost,
+            terms=above(tokens),
+            slack=slack,
+            under_rows=under[0],
+            under_cols=under[1],
+            rest=rest,
+            norm=above(8),
+            floor=floor,
+        )
+        return Size(*kernels.gram_size(*factors[0].gram(), bound))
+    lengths = [factor.lengths() for factor in factors]
+    a, b = (torch.cat(sides, 1) for sides in zip(*lengths, strict=True))
+    terms = (a * b).sum(1).mul_(above(tokens))
+    total = factors[0].inner(factors[0])
     for position, factor in enumerate(factors[1:], 1):
         total = total + factor.inner(factor)
         for earlier in factors[:position]:
             total = total + 2 * factor.inner(earlier)
-    return total
+    square = terms.square().mul_(slack)
+    square.add_(b.sum(1).square_(), alpha=under[0]).add_(a.sum(1).square_(), alpha=under[1])
+    square.add_(rest)
+    square.add_(total.clamp(min=0.0))
+    norm = square.sqrt_().mul_(above(8))
+    norm = torch.where(total.isfinite(), norm, torch.inf)
+    if cols.dtype is torch.float32 and not cols.is_cuda:
+        _measure_odd(factors, a, b, norm)
+    return Size(torch.where(terms == 0, 0.0, norm.maximum(terms * floor)), terms)
+
+
+def _measure_odd(factors: list[Factor], a: Tensor, b: Tensor, norm: Tensor) -> None:
+    """Put norms taken in float64 for the examples whose inner products float32 cannot hold.
+
+    Which ones, each example decides for itself: its norm must not depend on the others.
+    """
+    longest = torch.stack((a.amax(1), b.amax(1)))
+    tame = ((longest > _TAME[0]) & (longest < _TAME[1])).all(0) | (longest == 0).any(0)
+    if bool(tame.all()):
+        return
+    which = (~tame).nonzero().squeeze(1)
+    norm[which] = shared_size([factor.some(which).double() for factor in factors]).norm

@@ -4,57 +4,71 @@
     losses = loss_fn(model(x), y)                # one loss per example, shape (N,)
     result = engine.clipped_sum(losses, Flat(1.0))
 
-The engine replaces the ``forward`` of the layers with trainable parameters by one that does the
-same computation with detached parameters and remembers the input. ``clipped_sum`` then runs one
-backward pass to the layers' outputs (no weight gradients), gets every example's squared norm
-layer by layer, turns the norms into factors c_i and contracts once per layer:
-``sum_i c_i g_i``.
+The engine replaces the ``forward`` of the layers it has code for by one that does the same
+computation with detached parameters and remembers the input; every other use of a trainable
+parameter is watched operation by operation. ``clipped_sum`` then runs one backward pass to the
+layers' outputs (no weight gradients), gets every example's squared norm layer by layer, turns the
+norms into factors c_i and contracts once per layer: ``sum_i c_i g_i``.
 
-Assumptions that cannot be checked cheaply: the first dimension of every tensor a layer sees is
-the example, and no operation mixes examples (a loss or an operation across the batch makes the
-result meaningless for privacy). A tensor outside the model that requires gradients, such as an
-input, gets its ``.grad`` as in any backward pass; the parameters' ``.grad`` is left alone.
+That each row of a gradient belongs to one example is tested by a probe at the first use of a
+shape; see :mod:`~diminuendo.training.clipping.probe` for what it can and cannot see. A tensor
+outside the model that requires gradients, such as an input, gets its ``.grad`` as in any backward
+pass; the parameters' ``.grad`` is left alone.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.clipping.certified import Buffers, Located, Summation, check_request
 from diminuendo.training.clipping.clip import Clip
-from diminuendo.training.clipping.contract import row_norm, shared_square_norm, square_norm, upcast
+from diminuendo.training.clipping.contract import shared_size, upcast
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.lift import MetPiece, returned
+from diminuendo.training.clipping.marks import Made
+from diminuendo.training.clipping.probe import Sketch, nodes, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows
+from diminuendo.training.clipping.rounding import (
+    DOUBLE,
+    TF32,
+    cancelled,
+    coarse,
+    joint_norm,
+    row_norm,
+)
+from diminuendo.training.clipping.sums import Rows, Term
+from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, kept_rows
+from diminuendo.training.clipping.watch import Root, Watch, routed
 from diminuendo.training.memory import keep_freed
 
 # Per-example gradients with at most this many entries are joined with those of other parameters,
 # so that one kernel measures them all and one sums them: on a GPU kernels cost more than copies.
 _JOINED = 1 << 20
 _JOINED_CPU = 1 << 15
-# Up to so many norms are joined one by one, which takes a host less time than to line them up.
-_FEW = 4
+# Keeps a factor that is rounded to float32 from growing.
+_DOWN = 1.0 - 2.0**-23
 # Entries kept for the sums up to which a GPU is taken to wait for the host.
 _LITTLE = 1 << 24
-
-Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-"""Where sums go; a function is called once the backward pass has let go of its memory."""
 
 
 @dataclass
 class ClippedSum:
     """The result of one call of :meth:`Engine.clipped_sum`.
 
-    ``sums`` is aligned with ``Engine.parameters``; ``norms`` are the unclipped norms ``(N,)``;
-    ``finite`` says which of them are finite, unless all are.
+    ``sums`` is aligned with ``Engine.parameters``; ``norms`` are upper bounds of the unclipped
+    norms ``(N,)`` in float64; ``finite`` says which of them are finite, unless all are.
     """
 
     sums: list[Tensor]
@@ -72,18 +86,23 @@ class Engine:
 
     ``eval_mode`` says what to do when ``clipped_sum`` is called while the model is in eval
     mode: ``"ignore"``, ``"warn"`` or ``"raise"``. Which parameters are trainable is read once,
-    here; attach a new engine after freezing or unfreezing.
+    here; attach a new engine after freezing or unfreezing. With ``probing=False`` the engine calls
+    :meth:`probe` only when told to: for computations that release nothing, on a model that was
+    probed before.
     """
 
-    def __init__(self, model: nn.Module, eval_mode: str = "ignore") -> None:
+    def __init__(self, model: nn.Module, eval_mode: str = "ignore", probing: bool = True) -> None:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.model = model
-        self.eval_mode = eval_mode
+        self.eval_mode, self.probing = eval_mode, probing
         self._tape = Tape()
+        self._probed: weakref.ref[Tensor] | None = None
+        self._uses: Counter[Hashable] = Counter()
         self._installed: list[tuple[nn.Module, Any]] = []
         self._ones = torch.ones(0)
+        self._summation = Summation()
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
             raise EngineError("the model has no parameter with requires_grad=True to train")
@@ -98,6 +117,7 @@ class Engine:
         self.layers: list[tuple[str, ...]] = []
         self._layer_of: list[int] = [-1] * len(named)
         plan = []
+        seen: set[int] = set()
         for path, module in model.named_modules():
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:
@@ -108,20 +128,30 @@ class Engine:
                 del module.__dict__["forward"]
             if _inside_parametrization(path):
                 continue
+            owned = owned_parameters(module)
             forward = forward_for(module, self._tape, path)
             if forward is not None:
-                plan.append((module, forward))
+                plan.append((module, routed(module, forward, self._tape) if owned else forward))
+                seen.update(map(id, owned.values()))
+            if owned:
                 self._group(module)
         if {torch.float32, torch.float64} <= {param.dtype for _, param in named}:
             raise EngineError(
                 "the model has trainable parameters of float32 and of float64; convert it to one "
                 "of them: model.float() or model.double()"
             )
+        self._tape.names = {id(param): name for name, param in named}
+        self._sizes = {size for param in self.parameters for size in param.shape}
+        made = {id(param): Made({id(param): param}) for param in self.parameters}
+        self._root = Root(self._tape, Watch(self._tape, made), len(seen) < len(self.parameters))
         for module, forward in plan:
-            self._installed.append((module, module.__dict__.get("forward")))
-            patched = _outside_graphs(forward)
-            patched.engine_holder = module  # type: ignore[attr-defined]
-            object.__setattr__(module, "forward", MethodType(patched, module))
+            self._install(module, _outside_graphs(forward))
+        self._install(model, self._root.around(model))
+
+    def _install(self, module: nn.Module, forward: Any) -> None:
+        self._installed.append((module, module.__dict__.get("forward")))
+        forward.engine_holder = module
+        object.__setattr__(module, "forward", MethodType(forward, module))
 
     def _group(self, module: nn.Module) -> None:
         own = [self._slot[id(param)] for param in owned_parameters(module).values()]
@@ -133,12 +163,30 @@ class Engine:
 
     def close(self) -> None:
         """Detach from the model: every layer gets its own forward back."""
-        for module, previous in self._installed:
+        for module, previous in reversed(self._installed):
             if previous is None:
                 module.__dict__.pop("forward", None)
             else:
                 object.__setattr__(module, "forward", previous)
         self._installed.clear()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Forward passes within take the model as it is, with constants for parameters.
+
+        For a loss of something else that goes through the model, such as a generator's through
+        its critic, and its ordinary ``backward()``.
+        """
+        self._tape.paused += 1
+        for param in self.parameters:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._tape.paused -= 1
+            if not self._tape.paused:
+                for param in self.parameters:
+                    param.requires_grad_(True)
 
     def __enter__(self) -> Engine:
         return self
@@ -151,9 +199,14 @@ class Engine:
     ) -> None:
         self.close()
 
-    def zeros(self) -> list[Tensor]:
-        """Buffers of zeros to accumulate into, aligned with ``parameters``."""
-        return [torch.zeros_like(upcast(param.detach())) for param in self.parameters]
+    def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
+        """Have ``look(args, kwargs)`` called before every recorded call of the whole model."""
+        self._root.before = look
+
+    def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Buffers of zeros to accumulate into, aligned with ``parameters``: float32 or as wide as
+        the parameters, or of ``dtype``."""
+        return [torch.zeros_like(upcast(p.detach()), dtype=dtype) for p in self.parameters]
 
     def clipped_sum(
         self,
@@ -161,36 +214,68 @@ class Engine:
         clip: Clip,
         accumulate: Buffers | None = None,
         scale: float = 1.0,
+        *,
+        certify: bool = False,
+        share: float = 1.0,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
         ``losses`` has one entry per example, shape ``(N,)``. With ``accumulate`` (for example
         ``engine.zeros``) the sums are added into those buffers, which are also returned. An
         example whose norm is not finite contributes exactly zero.
+
+        With ``certify`` the sums are float64 (so must be the buffers, and ``scale`` be 1), and the
+        norm of their rounding error, over all parameters together, is at most ``ALLOWANCE *
+        share`` times ``clip.sensitivity``, but for a probability of ``FAILURE`` (docs/rounding.md).
+        ``share`` is the part of the allowance that this call may take, in (0, 1]: 1 over the number
+        of micro-batches and ranks whose sums are added up.
         """
         self.check_losses(losses)
-        if accumulate is None and scale != 1.0:
+        self.probe_if_due(losses)
+        if certify:
+            check_request(accumulate, scale, share)
+        elif accumulate is None and scale != 1.0:
             accumulate = self.zeros
         device = losses.device.type
+        allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+
+    def sensitivity_factor(self, certified: bool) -> float:
+        """What the noise's sensitivity is to be multiplied by for rounding errors; at least 1.
+
+        Two neighbouring sums differ by one contribution and by the errors of both. Sums that are
+        not certified have no proven bound: what TF32 rounds off a factor is counted alone.
+        """
+        if certified:
+            return 1 + 2 * ALLOWANCE
+        return 1 + 4 * TF32 if coarse(self.parameters[0]) else 1.0
 
     def _clipped_sum(
-        self, losses: Tensor, clip: Clip, accumulate: Buffers | None, scale: float
+        self,
+        losses: Tensor,
+        clip: Clip,
+        accumulate: Buffers | None,
+        scale: float,
+        allowance: float | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
-            empty = self.zeros() if accumulate is None else _made(accumulate)
-            return ClippedSum(empty, upcast(losses.detach()))
-        collected = _Norms(self._slot, losses.shape[0])
+            dtype = None if allowance is None else torch.float64
+            empty = self.zeros(dtype) if accumulate is None else _made(accumulate)
+            return ClippedSum(empty, losses.detach().double())
+        collected = _Norms(self._slot, losses.shape[0], self._root)
         self._backward(collected, losses)
         groups = [_Group() for _ in self.layers] if clip.per_layer else [_Group()]
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors = self._factors(groups, clip, losses)
         live, collected.live = collected.live, []
+        if allowance is not None:
+            return self._certified(live, groups, norms, factors, clip, accumulate, allowance)
+        factors = [self._lower(row) for row in factors]
         sums: list[Tensor] | None = None
         if self._may_sum_twice(live, losses, accumulate):
             sums = self._sums(live, groups, factors, accumulate, scale, keep=True)
@@ -206,6 +291,58 @@ class Engine:
         for piece in live:
             piece.release()
         return ClippedSum(sums, norms, finite)
+
+    def _lower(self, factors: Tensor) -> Tensor:
+        """The factors in the type of the gradients, not above what they were."""
+        dtype = upcast(self.parameters[0].detach()).dtype
+        return factors if dtype is torch.float64 else factors.mul(_DOWN).to(dtype)
+
+    def _certified(
+        self,
+        live: list[Piece],
+        groups: list[_Group],
+        norms: Tensor,
+        factors: Sequence[Tensor],
+        clip: Clip,
+        accumulate: Buffers | None,
+        allowance: float,
+    ) -> ClippedSum:
+        finite = _unless_all_finite(norms)
+        if finite is not None:
+            factors = [torch.where(finite, row, 0.0) for row in factors]
+            for piece in live:
+                piece.purge(finite)
+            for group in groups:
+                group.purge(finite)
+        terms = self._terms(live, groups, factors)
+        parts = self._summation.parts(terms, len(norms), clip.sensitivity, allowance)
+        sums = self.zeros(torch.float64) if accumulate is None else _made(accumulate)
+        check_request(sums)
+        for (slot, rows, _, _), part in zip(terms, parts, strict=True):
+            total = sums[slot] if rows is WHOLE else sums[slot][rows]
+            total.add_(part.reshape(total.shape))
+        for piece in live:
+            piece.release()
+        return ClippedSum(sums, norms, finite)
+
+    def _terms(
+        self, live: list[Piece], groups: list[_Group], factors: Sequence[Tensor]
+    ) -> list[Located]:
+        """Everything that the sums consist of."""
+        terms: list[Located] = []
+        users = Counter(self._slot[id(param)] for piece in live for param in piece.params)
+        for group, row in zip(groups, factors, strict=True):
+            terms += [Located(slot, WHOLE, part, row) for slot, part in group.terms(row)]
+        done = {term.slot for term in terms}
+        for piece in live:
+            for param in piece.params:
+                slot = self._slot[id(param)]
+                if slot not in done:
+                    row = factors[self._layer_of[slot] if len(factors) > 1 else 0]
+                    for rows, term in piece.terms(param, row):
+                        part = term.of_shared(upcast(param.detach())) if users[slot] > 1 else term
+                        terms.append(Located(slot, rows, part, row))
+        return terms
 
     def _may_sum_twice(self, live: list[Piece], losses: Tensor, accumulate: Buffers | None) -> bool:
         """Whether to sum before it is known that all norms are finite, and again if they are not.
@@ -285,24 +422,79 @@ class Engine:
                 raise EngineError(message)
             warnings.warn(message, stacklevel=3)
 
+    def probe_if_due(self, losses: Tensor) -> None:
+        """Probe at the 1st, 2nd, 4th, 8th, ... use of a shape of the batch.
+
+        Batches of other sizes have the same shape, unless the size is that of something else.
+        """
+        examples = losses.shape[0]
+        if (
+            not self.probing
+            or examples < 2
+            or (self._probed is not None and self._probed() is losses)
+        ):
+            return
+        key = (self._root.shape, examples if examples in self._sizes else None)
+        self._uses[key] += 1
+        uses = self._uses[key]
+        if uses & (uses - 1) == 0:
+            self.probe(losses)
+        self._probed = weakref.ref(losses)
+
+    def probe(self, losses: Tensor) -> None:
+        """Raise :class:`MixedExamples` unless every gradient row belongs to one example.
+
+        Takes two backward passes, and leaves the graph of ``losses`` and all gradients as they
+        were. ``probe_if_due`` calls it, and ``clipped_sum`` where nobody did before.
+        """
+        dtypes = {param.dtype for param in self.parameters}
+        if torch.is_autocast_enabled(losses.device.type):
+            dtypes.add(torch.get_autocast_dtype(losses.device.type))
+        lowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+
+        def run(weights: Tensor, sketch: Sketch) -> None:
+            self._run_backward(losses, weights, sketch.arrive, keep=True)
+            sketch.finish()
+
+        leaves = [node.variable for node in nodes(losses) if hasattr(node, "variable")]
+        stash = [(leaf, leaf.grad) for leaf in leaves]
+        for leaf, _ in stash:
+            leaf.grad = None
+        try:
+            with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+                self._sizes |= probe(run, losses, lowest)
+        finally:
+            for leaf, grad in stash:
+                leaf.grad = grad
+
     def _backward(self, norms: _Norms, losses: Tensor) -> None:
         """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""
+        self._run_backward(losses, self._ones_like(losses), norms.arrive, keep=False)
+
+    def _run_backward(
+        self, losses: Tensor, weights: Tensor, arrive: Callable[[Piece], None], keep: bool
+    ) -> None:
+        arrived: list[Piece] = []
+
+        def note(piece: Piece) -> None:
+            arrived.append(piece)
+            arrive(piece)
+
         params = self.parameters
         stash = [param.grad for param in params]
         for param, grad in zip(params, stash, strict=True):
             if grad is not None:
                 param.grad = None
-        self._tape.arrive = norms.arrive
         try:
-            _backward(losses, self._ones_like(losses))
+            with self._tape.running(note), self._root.again(losses.shape[0]):
+                _backward(losses, weights, keep)
             reached = [param.grad is not None for param in params]
         finally:
-            self._tape.arrive = None
             for param, grad in zip(params, stash, strict=True):
                 if grad is not None or param.grad is not None:
                     param.grad = grad
         if any(reached):
-            self._refuse_direct_use(self.names[reached.index(True)], bool(norms.live))
+            self._refuse_direct_use(self.names[reached.index(True)], bool(arrived))
 
     def _ones_like(self, losses: Tensor) -> Tensor:
         """Ones, made anew only if the last ones do not fit or somebody wrote on them."""
@@ -323,10 +515,11 @@ class Engine:
                 "forward pass needs its own clipped_sum"
             )
         raise EngineError(
-            f"parameter '{name}' reaches the loss outside the forward of the module that "
-            "owns it (for example F.linear(h, embedding.weight) or a penalty on weights), "
-            "where its per-example gradient cannot be seen; call a module instead (to tie "
-            "weights: head = nn.Linear(..., bias=False); head.weight = embedding.weight)"
+            f"parameter '{name}' reaches the loss outside the model's forward (for example as a "
+            "penalty on weights, or in a part of the model that is called on its own), or through "
+            "a function that PyTorch does not let be watched (a torch.autograd.Function or a "
+            "compiled one), where its per-example gradient cannot be seen; do it within the "
+            "model's forward, with PyTorch's own operations"
         )
 
     def _factors(
@@ -334,19 +527,19 @@ class Engine:
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Norms ``(N,)``, and the factors of each group."""
         rows = [group.norms() for group in groups]
-        known = [torch.zeros_like(upcast(losses.detach())) if r is None else r for r in rows]
+        known = [
+            losses.new_zeros(len(losses), dtype=torch.float64) if r is None else r for r in rows
+        ]
         if not clip.per_layer:
             return known[0], [clip.factors(known[0])]
-        stacked = torch.stack(known)
-        norms = torch.linalg.vector_norm(stacked, dim=0)
-        return norms, clip.factors(stacked).unbind(0)
+        return joint_norm(known), clip.factors(torch.stack(known)).unbind(0)
 
 
-def _backward(losses: Tensor, ones: Tensor) -> None:
+def _backward(losses: Tensor, weights: Tensor, keep: bool) -> None:
     """``torch.autograd.backward`` without its checks of shapes, which take a tenth of a small
-    step: nothing is kept, nothing is differentiated twice, every leaf is served."""
+    step: the graph may be kept, nothing is differentiated twice, every leaf is served."""
     autograd = torch.autograd.Variable._execution_engine
-    autograd.run_backward((losses,), (ones,), False, False, (), True, True)
+    autograd.run_backward((losses,), (weights,), keep, False, (), True, True)
 
 
 def _unless_all_finite(norms: Tensor) -> Tensor | None:
@@ -365,16 +558,13 @@ class _Group:
 
     def __init__(self) -> None:
         self._norms: list[Tensor] = []
-        self._squares: list[Tensor] = []
         self._rows: list[tuple[int, Tensor]] = []
         self._joined: Tensor | None = None
 
     def add(self, slot: int, report: Report) -> None:
         """Take one report."""
         value = report.value
-        if report.kind is Kind.SQUARE:
-            self._squares.append(value)
-        elif report.kind is Kind.NORM:
+        if report.kind is Kind.NORM:
             self._norms.append(value)
         else:
             self._rows.append((slot, value if value.dim() == 2 else value.flatten(1)))
@@ -386,19 +576,22 @@ class _Group:
             rows = [value for _, value in self._rows]
             self._joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             terms.append(row_norm(self._joined))
-        if self._squares:
-            squares = self._squares
-            total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
-            terms.append(total.clamp(min=0.0).sqrt_())
-        if len(terms) <= _FEW:
-            return reduce(torch.hypot, terms) if terms else None
-        joint: Tensor = torch.linalg.vector_norm(torch.cat(terms).view(len(terms), -1), dim=0)
-        return joint
+        return joint_norm(terms) if terms else None
 
     def purge(self, keep: Tensor) -> None:
         """Set the rows of the examples that are not kept to zero."""
         if self._joined is not None:
             self._joined = kept_rows(self._joined, keep)
+
+    def terms(self, factors: Tensor) -> list[tuple[int, Term]]:
+        """What the weighted sums of the parameters whose rows were joined consist of, by slot."""
+        if self._joined is None:
+            return []
+        sizes = [value.shape[1] for _, value in self._rows]
+        parts = torch.split(self._joined, sizes, 1)
+        return [
+            (slot, Rows(part, factors)) for (slot, _), part in zip(self._rows, parts, strict=True)
+        ]
 
     def sums(self, factors: Tensor) -> list[tuple[int, Tensor]]:
         """The weighted sums of the parameters whose rows were joined, by slot, flat."""
@@ -419,8 +612,8 @@ class _Norms:
     pieces use too: those need the cross terms and wait for the end.
     """
 
-    def __init__(self, slot: dict[int, int], examples: int) -> None:
-        self.slot, self.examples = slot, examples
+    def __init__(self, slot: dict[int, int], examples: int, root: Root) -> None:
+        self.slot, self.examples, self.root = slot, examples, root
         self.live: list[Piece] = []
         self._reports: list[tuple[int, Report]] = []
         self._seen: set[int] = set()
@@ -449,6 +642,11 @@ class _Norms:
         for piece in self.live:
             if not piece.processed:
                 self._process(piece)
+        with self.root.again(self.examples):  # checkpoints run forward again
+            back = returned([p for p in self.live if isinstance(p, MetPiece)], self.examples)
+        if back is not None:
+            self.live.append(back)
+        for piece in self.live:
             for param in piece.params:
                 users[self.slot[id(param)]].append(piece)
         for piece in self.live:
@@ -461,17 +659,11 @@ class _Norms:
         for slot, pieces in enumerate(users):
             if len(pieces) > 1:
                 param = params[slot]
-                reports.append((slot, Report(id(param), Kind.SQUARE, _shared(param, pieces))))
+                reports.append((slot, Report(id(param), Kind.NORM, _shared(param, pieces))))
         return reports
 
     def _process(self, piece: Piece) -> None:
-        if piece.examples != self.examples:
-            raise EngineError(
-                f"the input of '{piece.path}' has first dimension {piece.examples}, but there "
-                f"are {self.examples} losses; the first dimension of everything must be "
-                "the example: keep shapes like (N, tokens, features) instead of folding "
-                "tokens into the batch, and give one loss per example"
-            )
+        piece.check_examples(self.examples)
         piece.check()
         piece.receive(piece.arrived)
         piece.arrived, piece.processed = [], True
@@ -490,15 +682,21 @@ class _Norms:
 
 
 def _shared(param: nn.Parameter, pieces: list[Piece]) -> Tensor:
-    """Squared norm of the summed gradients of a parameter used several times."""
+    """Norms of the summed gradients of a parameter used several times."""
     factors = [piece.factor(param) for piece in pieces]
     known = [factor for factor in factors if factor is not None]
     if len(known) == len(factors):
-        return shared_square_norm(known)
-    total = pieces[0].instantiate(param)
+        size = shared_size(known)
+        rounded = any(coarse(factor.cols, convolved=True) for factor in known)
+        return size.rounded().norm if rounded else size.norm
+    total, bulk = pieces[0].instantiate(param), pieces[0].bulk(param)
     for piece in pieces[1:]:
-        total = total + piece.instantiate(param)
-    return square_norm(total)
+        total, bulk = total + piece.instantiate(param), bulk + piece.bulk(param)
+    rough = DOUBLE * (max(piece.tokens for piece in pieces) + len(pieces) + 8)
+    like = upcast(param.detach())
+    if coarse(like, convolved=True):
+        rough += 1.01 * TF32
+    return row_norm(total).add_(bulk, alpha=rough).maximum(bulk / cancelled(like))
 
 
 def _made(buffers: Buffers) -> list[Tensor]:

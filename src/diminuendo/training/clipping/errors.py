@@ -23,3 +23,18 @@ class UnsupportedModule(EngineError):
         self.verdict = verdict
         self.remedy = remedy
         super().__init__(f"module '{self.path}' ({kind}) is not supported ({verdict}): {remedy}")
+
+
+class MixedExamples(EngineError):
+    """Gradients of several examples come mixed, so that none of them can be clipped on its own.
+
+    ``path`` names the module or the parameter where it was seen.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path or "(the model itself)"
+        super().__init__(
+            f"examples are mixed at '{self.path}': {why}. Each loss must depend on its own example "
+            "alone: no statistic, attention or loss across the batch, losses in the order of the "
+            "examples, and the example as the first dimension of what the model works on"
+        )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -15,12 +15,21 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from diminuendo.training.clipping import fallback
 from diminuendo.training.clipping.errors import UnsupportedModule
 from diminuendo.training.clipping.layers import attention, conv, embedding, linear, norm, recurrent
 from diminuendo.training.clipping.tape import Tape
 
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
+_POWER_ITERATION = (
+    "spectral_norm changes its estimate at every forward pass, so that the weight is not a "
+    "function of the parameters alone; remove it, or use "
+    "torch.nn.utils.parametrizations.weight_norm"
+)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a hook computes the weight before the forward pass."""
+    return any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
 
 
 def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -30,6 +39,7 @@ def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and type(module).forward is kind.forward
         and "forward" not in module.__dict__
         and not parametrize.is_parametrized(module)
+        and not _hooked(module)
     )
 
 
@@ -49,11 +59,11 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return owned
 
 
-def _check_embedding(module: nn.Embedding, path: str) -> None:
+def _check_embedding(module: nn.Embedding | nn.EmbeddingBag, path: str) -> None:
     if module.max_norm is not None:
         raise UnsupportedModule(
             path,
-            "Embedding",
+            type(module).__name__,
             "never",
             "max_norm rewrites the rows that the batch looks up, without privacy; use "
             "max_norm=None",
@@ -61,7 +71,7 @@ def _check_embedding(module: nn.Embedding, path: str) -> None:
     if module.scale_grad_by_freq:
         raise UnsupportedModule(
             path,
-            "Embedding",
+            type(module).__name__,
             "never",
             "scale_grad_by_freq divides by counts over the whole batch; use "
             "scale_grad_by_freq=False",
@@ -88,14 +98,14 @@ def check_mixing(module: nn.Module, path: str) -> None:
         )
     if isinstance(module, _BatchNorm):
         trainable = any(param.requires_grad for param in module.parameters())
-        if trainable or module.training:
+        if trainable or module.training or module.running_mean is None:
             raise UnsupportedModule(
                 path,
                 type(module).__name__,
                 "never",
                 "its statistics mix the examples of a batch, so there is no gradient of one "
                 f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
-                "freeze its parameters and put it in eval mode",
+                "freeze its parameters, keep its running statistics and put it in eval mode",
             )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise UnsupportedModule(
@@ -119,8 +129,27 @@ def batch_norm_guard(module: nn.Module, path: str) -> Callable[..., Any]:
     return forward
 
 
+def _time_first(
+    module: nn.Module, tape: Tape, forward: Callable[..., Any], names: tuple[str, ...]
+) -> Callable[..., Any]:
+    """``forward``, which wants the examples first, for a module that has them second."""
+    original: Callable[..., Any] = type(module).forward
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not module or not tape.recording():
+            return original(self, *args, **kwargs)
+        inputs = [*args[: len(names)], *(kwargs.pop(name) for name in names[len(args) :])]
+        turned = {id(x): x.transpose(0, 1) if isinstance(x, Tensor) else x for x in inputs}
+        first = [turned[id(x)] for x in inputs]  # one tensor given three times stays one
+        out, rest = forward(self, *first, *args[len(names) :], **kwargs)
+        return out.transpose(0, 1), rest
+
+    return call
+
+
 def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] | None:
-    """The forward to install on ``module``, or None where it needs none."""
+    """The forward to install on ``module``, or None where the engine has no code of its own for
+    it: it has nothing to train, or its operations are watched one by one."""
     check_mixing(module, path)
     if isinstance(module, _BatchNorm):
         return batch_norm_guard(module, path)
@@ -132,27 +161,13 @@ def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] 
             raise UnsupportedModule(
                 path, type(module).__name__, "not yet", f"its parameters have dtype {param.dtype}"
             )
-    if any(
-        isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values()
-    ):
-        raise UnsupportedModule(
-            path,
-            type(module).__name__,
-            "replace",
-            "the old weight_norm and spectral_norm compute the weight in a hook, outside the "
-            "module's forward; use torch.nn.utils.parametrizations.weight_norm",
-        )
+    if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        raise UnsupportedModule(path, type(module).__name__, "not yet", _POWER_ITERATION)
     if parametrize.is_parametrized(module) and any(
         isinstance(part, _SpectralNorm)
         for part in module.parametrizations.modules()  # type: ignore[union-attr]
     ):
-        raise UnsupportedModule(
-            path,
-            type(module).__name__,
-            "not yet",
-            "spectral_norm changes its estimate at every forward pass, so the pass cannot be "
-            "replayed; remove the parametrization",
-        )
+        raise UnsupportedModule(path, type(module).__name__, "not yet", _POWER_ITERATION)
     if _plain(module, nn.Linear):
         return linear.forward_of(module, tape, path)  # type: ignore[arg-type]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -168,18 +183,20 @@ def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] 
         _check_embedding(module, path)
         if _plain(module, nn.Embedding):
             return embedding.forward_of(module, tape, path)
-    if isinstance(module, nn.MultiheadAttention):
-        attention.check(module, path)
-        if _plain(module, nn.MultiheadAttention):
-            return attention.forward_of(module, tape, path)
-    if isinstance(module, nn.RNNBase):
-        recurrent.check(module, path)
-        return recurrent.forward_of(module, tape, path)
-    if isinstance(module, nn.EmbeddingBag):
-        raise UnsupportedModule(
-            path,
-            "EmbeddingBag",
-            "not yet",
-            "replace it by nn.Embedding followed by a sum or mean over the tokens",
+    if (
+        isinstance(module, nn.MultiheadAttention)
+        and _plain(module, nn.MultiheadAttention)
+        and attention.handled(module)
+    ):
+        forward = attention.forward_of(module, tape, path)
+        return (
+            forward
+            if module.batch_first
+            else _time_first(module, tape, forward, ("query", "key", "value"))
         )
-    return fallback.forward_of(module, tape, path, owned)
+    if isinstance(module, nn.RNNBase) and recurrent.handled(module):
+        forward = recurrent.forward_of(module, tape, path)
+        return forward if module.batch_first else _time_first(module, tape, forward, ("input",))
+    if isinstance(module, nn.EmbeddingBag):
+        _check_embedding(module, path)
+    return None

@@ -11,23 +11,30 @@ while the data are still in the cache, and keeps only what the clipped sum needs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import Factor
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.sums import Term
+
+WHOLE = slice(None)
+
+if TYPE_CHECKING:
+    from diminuendo.training.clipping.marks import Made
+    from diminuendo.training.clipping.watch import Watch
 
 
 class Kind(Enum):
     """What a piece reports about a parameter, for the examples ``i``."""
 
-    SQUARE = 1  # squared norms, shape (N,)
-    NORM = 2  # norms, shape (N,)
-    ROWS = 3  # the gradients themselves, (N, *shape): the engine measures and sums them
+    NORM = 1  # upper bounds of the norms, shape (N,), float64
+    ROWS = 2  # the gradients themselves, (N, *shape): the engine measures and sums them
 
 
 class Report(NamedTuple):
@@ -60,6 +67,7 @@ class Piece:
     """
 
     eager = True
+    tokens = 1  # how many products an entry of an example's gradient is the sum of
     engaged = processed = False
     heavy: tuple[str, ...] = ()  # attributes that hold one tensor each, examples first
     _pending: Counter[int] | None = None
@@ -105,6 +113,20 @@ class Piece:
                 )
         self._saved.clear()
 
+    def check_examples(self, examples: int) -> None:
+        """Raise if the layer saw another number of examples than there are losses."""
+        if self.examples != examples:
+            raise EngineError(
+                f"the input of '{self.path}' has first dimension {self.examples}, but there "
+                f"are {examples} losses; the first dimension of everything must be "
+                "the example: keep shapes like (N, tokens, features) instead of folding "
+                "tokens into the batch, and give one loss per example"
+            )
+
+    def by_example(self, position: int, grad: Tensor) -> Tensor:  # noqa: ARG002
+        """The gradient of one output as ``(N, entries)``, the way this piece reads it."""
+        return grad.reshape(self.examples, -1)
+
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         """Take the output gradients; False if none arrived (the layer had no effect)."""
         raise NotImplementedError
@@ -123,8 +145,19 @@ class Piece:
         """Add ``scale`` times the weighted sum to ``total``."""
         total.add_(self.weighted_sum(param, factors), alpha=scale)
 
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        """What ``sum_i factors[i] g_i`` of one parameter consists of, by rows of the parameter."""
+        raise NotImplementedError
+
     def instantiate(self, param: nn.Parameter) -> Tensor:
-        """The per-example gradients of one parameter, ``(N, *shape)``."""
+        """The per-example gradients of one parameter, ``(N, *shape)``, in float64.
+
+        They are what ``terms`` adds up, but for ``(tokens + 2) 2^-53`` of :meth:`bulk`.
+        """
+        raise NotImplementedError
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        """Upper bounds ``(N,)``, float64, of the sizes of what is added up, before any cancel."""
         raise NotImplementedError
 
     def factor(self, param: nn.Parameter) -> Factor | None:  # noqa: ARG002
@@ -150,14 +183,40 @@ class Piece:
             setattr(self, name, None)
 
 
+_RUNNING: list[Tape] = []
+"""The tapes whose backward passes are under way: one may pass through another engine's model."""
+
+
 class Tape:
-    """Ties layers to the backward pass of the engine."""
+    """Ties layers to the backward pass of the engine.
+
+    ``watcher`` watches the operations of a forward pass while there is one, ``names``
+    the names of the parameters by ``id``.
+    """
 
     def __init__(self) -> None:
         self.paused = 0
+        self.watcher: Watch | None = None
+        self.names: dict[int, str] = {}
         self.pending: Counter[int] = Counter()
         self.arrive: Callable[[Piece], None] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
+
+    def title(self, made: Made | None) -> str:
+        """What a tensor made of parameters is called."""
+        names = [] if made is None else [self.names[key] for key in made.params]
+        return names[0] if len(names) == 1 else " and ".join(names[:3]) or "a parameter"
+
+    @contextmanager
+    def running(self, arrive: Callable[[Piece], None]) -> Iterator[None]:
+        """While a backward pass is under way, pieces go to ``arrive``."""
+        self.arrive = arrive
+        _RUNNING.append(self)
+        try:
+            yield
+        finally:
+            _RUNNING.remove(self)
+            self.arrive = None
 
     def recording(self) -> bool:
         """Whether layers should leave pieces now."""
@@ -204,6 +263,13 @@ class Tape:
         self._hang(piece, source, self._hook(piece, 0, source.output_nr, rooted))
         return out
 
+    def watch_leaf(self, piece: Piece, out: Tensor) -> Tensor:
+        """Let ``piece`` wait for the gradient of ``out``, which goes no further."""
+        piece.arrived = [None]
+        piece.announce(self.pending)
+        self._hang(piece, out, self._hook(piece, 0, out.output_nr, True))
+        return out
+
     def _hang(self, piece: Piece, out: Tensor, hook: Callable[..., Any]) -> None:
         node = out.grad_fn
         if node is None:
@@ -221,10 +287,12 @@ class Tape:
             outputs: Any,  # noqa: ARG001
         ) -> tuple[Tensor | None, ...]:
             if self.arrive is None:
-                raise _outside(piece)
-            piece.arrived = [inputs[position] for position in positions]
-            if any(grad is not None for grad in piece.arrived):
-                self.arrive(piece)
+                _refuse_outside(piece)
+            else:
+                with torch._C.DisableTorchFunction():
+                    piece.arrived = [inputs[position] for position in positions]
+                    if any(grad is not None for grad in piece.arrived):
+                        self.arrive(piece)
             return tuple(  # what was taken goes no further
                 None if position in positions else grad for position, grad in enumerate(inputs)
             )
@@ -235,22 +303,26 @@ class Tape:
         self, piece: Piece, position: int, output: int, last: bool = False
     ) -> Callable[[tuple[Tensor | None, ...]], tuple[None, ...] | None]:
         def arrive(grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
-            if self.arrive is None:
-                raise _outside(piece)
             grad = grads[output]
-            if grad is not None:
-                piece.arrived[position] = grad
-                self.arrive(piece)
+            if self.arrive is None:
+                _refuse_outside(piece)
+            elif grad is not None:
+                with torch._C.DisableTorchFunction():
+                    piece.arrived[position] = grad
+                    self.arrive(piece)
             return (None,) * len(grads) if last else None
 
         return arrive
 
 
-def _outside(piece: Piece) -> EngineError:
-    return EngineError(
+def _refuse_outside(piece: Piece) -> None:
+    """Raise unless the backward pass is another engine's, on its way through this model."""
+    if _RUNNING:
+        return
+    raise EngineError(
         f"a backward pass reached '{piece.path}' outside the engine; call "
-        "engine.clipped_sum(losses, clip) instead of backward(), or close() the "
-        "engine and run the forward pass again"
+        "engine.clipped_sum(losses, clip) instead of backward(), or run the forward pass within "
+        "engine.frozen() if another model learns from this loss"
     )
 
 

@@ -1,22 +1,24 @@
 """From a clipped sum to a release: noise once among all ranks, then division by a public number.
 
-Formal guarantee, in real arithmetic: what `NoisySum.release` returns is (Σ + noise) / divisor, with
-Σ the sum of what was added on all ranks, and noise of standard deviation `noise_std` on every
-coordinate, drawn once, for this step alone.
+Formal guarantee: what `NoisySum.release` returns is (Σ + noise) / divisor, with Σ the sum of what
+was added on all ranks, and noise of standard deviation `noise_std` on every coordinate, drawn once,
+for this step alone. With `ExactNoise` it is a post-processing of Σ plus an ideal Gaussian, to the
+last bit; with `FastNoise` this holds in real arithmetic only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from diminuendo.training.distributed import Group
-from diminuendo.training.seeds import Seeds
+if TYPE_CHECKING:
+    from diminuendo.training.distributed import Group
+    from diminuendo.training.seeds import Seeds
 
 
 class NoiseSource(Protocol):
@@ -100,13 +102,13 @@ class NoisySum:
     def start(self) -> list[Tensor]:
         """New `sums` to add to, which replace those before."""
         mechanism, parameters = self._mechanism, self._mechanism.parameters
-        dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
         device = parameters[0].device
         size = sum([p.numel() for p in parameters])
         if isinstance(mechanism.noise, FastNoise) and mechanism.group.first:
             std = self.noise_std / self.divisor
-            self._flat = mechanism.noise.draw(size, std, self.step, dtype, device)
+            self._flat = mechanism.noise.draw(size, std, self.step, self._dtype, device)
         else:
+            dtype = self._dtype if self._starts_noisy else torch.float64
             self._flat = torch.zeros(size, dtype=dtype, device=device)
         self.sums = self._shaped(self._flat)
         return self.sums
@@ -123,7 +125,13 @@ class NoisySum:
             flat = self._mechanism.noise.add_noise(
                 flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
             )
-        return self._shaped(group.from_first(flat).div_(self.divisor))
+        return self._shaped(group.from_first(flat.div_(self.divisor).to(self._dtype)))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The widest type among the parameters', and float32 at least."""
+        dtypes = {parameter.dtype for parameter in self._mechanism.parameters}
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def _shaped(self, flat: Tensor) -> list[Tensor]:
         parameters = self._mechanism.parameters

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` (batch first), written with linear maps that the engine can see.
+"""``nn.MultiheadAttention``, seen batch first, written with linear maps that the engine can see.
 
 The input projections are linear maps on the query, key and value; the output projection is the
 module's own ``out_proj``, a Linear like any other. For self-attention the three input
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.contract import row_norm
-from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.layers.linear import LinearPiece, linear
+from diminuendo.training.clipping.rounding import above, row_norm
+from diminuendo.training.clipping.sums import Term
 from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
 
 
@@ -45,8 +46,9 @@ class StackedPiece(Piece):
         for block, grad in zip(self.blocks, grads, strict=True):
             if grad is None:
                 rows = block.examples * _tokens(block)
-                grad = example.new_zeros(rows, self._rows())
+                grad = example.new_zeros(rows, example.shape[-1])
             block.receive([grad])
+        self.tokens = max(block.tokens for block in self.blocks)
         return True
 
     def measure(self, wanted: set[int]) -> list[Report]:
@@ -64,6 +66,17 @@ class StackedPiece(Piece):
             [block.weighted_sum(self._part(block, param), factors) for block in self.blocks]
         )
 
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        rows, result = param.shape[0] // len(self.blocks), []
+        for position, block in enumerate(self.blocks):
+            ((_, term),) = block.terms(self._part(block, param), factors)
+            result.append((slice(position * rows, (position + 1) * rows), term))
+        return result
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        parts = [block.bulk(self._part(block, param)) for block in self.blocks]
+        return sum(parts[1:], parts[0]) * above(len(parts))
+
     def instantiate(self, param: nn.Parameter) -> Tensor:
         return torch.cat([block.instantiate(self._part(block, param)) for block in self.blocks], 1)
 
@@ -74,9 +87,6 @@ class StackedPiece(Piece):
     def release(self) -> None:
         for block in self.blocks:
             block.release()
-
-    def _rows(self) -> int:
-        return self.params[0].shape[0] // len(self.blocks)
 
     def _part(self, block: LinearPiece, param: nn.Parameter) -> nn.Parameter:
         part = block.weight if param is self.weight else block.bias
@@ -96,20 +106,9 @@ def _tokens(block: LinearPiece) -> int:
     return block.inputs.numel() // (block.examples * block.inputs.shape[-1])
 
 
-def check(module: nn.MultiheadAttention, path: str) -> None:
-    """Refuse the variants that are not handled."""
-    if not module.batch_first:
-        raise UnsupportedModule(
-            path,
-            "MultiheadAttention",
-            "replace",
-            "it has batch_first=False, so its first dimension is not the example; build it (or "
-            "the Transformer layer around it) with batch_first=True",
-        )
-    if module.bias_k is not None or module.bias_v is not None:
-        raise UnsupportedModule(
-            path, "MultiheadAttention", "not yet", "add_bias_kv=True; build it without"
-        )
+def handled(module: nn.MultiheadAttention) -> bool:
+    """Whether this is a variant that is written out here."""
+    return module.bias_k is None and module.bias_v is None
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
@@ -224,6 +223,18 @@ class SeparatePiece(StackedPiece):
             if block.weight is param:
                 return block.weighted_sum(param, factors)
         return super().weighted_sum(param, factors)
+
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        for block in self.blocks:
+            if block.weight is param:
+                return block.terms(param, factors)
+        return super().terms(param, factors)
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        for block in self.blocks:
+            if block.weight is param:
+                return block.bulk(param)
+        return super().bulk(param)
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         for block in self.blocks:

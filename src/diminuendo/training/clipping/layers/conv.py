@@ -13,7 +13,7 @@ scaled by ``c_i``: one kernel, no unfolding. The norms come from one of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import (
+    LOOSE,
     Factor,
-    gram_square_norm,
-    rounding,
-    row_norm,
+    Size,
+    gram_size,
+    joined,
     spread,
     upcast,
     weighted,
 )
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, trained
+from diminuendo.training.clipping.rounding import (
+    DOUBLE,
+    cancelled,
+    coarse,
+    gamma,
+    row_norm,
+    smallest,
+    to_tf32,
+    unit,
+)
+from diminuendo.training.clipping.sums import Rows, Term
+from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, trained
 
 ConvNd = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # Per-example gradients may take this many times the memory of the unfolded input and gradients.
@@ -41,6 +53,12 @@ _WIDE = 64
 _UNFOLDED = 1 << 27
 # Most entries of the unfolded input, or of gradients that are not kept, held at a time.
 _BLOCK = 1 << 25
+# Entries of an unfolded input in float64 held at a time.
+_PRECISE = 1 << 22
+# A convolution is summed quickly and checked if its groups have more filters; else precisely.
+_NARROW = 24
+# What a convolution in float64 is taken to be off by, relative to the sizes of its terms.
+_CONVOLVED = 2.0**-36
 
 
 def instantiating_pays(positions: int, weight: Tensor, groups: int) -> bool:
@@ -61,7 +79,7 @@ def keeping_pays(examples: int, weight: Tensor, held: int, device: torch.device)
 class ConvPiece(Piece):
     """One application of a convolution; a frozen weight or bias is passed as None."""
 
-    heavy = ("inputs", "grads", "_kept", "_totals")
+    heavy = ("inputs", "grads", "_kept", "_totals", "_terms")
 
     def __init__(
         self,
@@ -78,12 +96,14 @@ class ConvPiece(Piece):
         self.grads: Tensor | None = None
         self._kept: Tensor | None = None
         self._totals: Tensor | None = None
+        self._terms: Tensor | None = None
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
         if grad is None:
             return False
         self.grads = upcast(grad)
+        self.tokens = grad.shape[2:].numel()
         if self.inputs is not None:
             self.inputs, self.padding = _padded(self.module, upcast(self.inputs))
         return True
@@ -93,13 +113,17 @@ class ConvPiece(Piece):
         result = []
         if self.weight is not None and id(self.weight) in wanted:
             weight, key, x = self.weight, id(self.weight), self._x()
-            if not instantiating_pays(grads.shape[2:].numel(), weight, self.module.groups):
-                result.append(Report(key, Kind.SQUARE, self._gram_square_norm()))
-            elif keeping_pays(self.examples, weight, grads.numel() + x.numel(), grads.device):
+            by_gram = not instantiating_pays(grads.shape[2:].numel(), weight, self.module.groups)
+            held = grads.numel() + x.numel()
+            if not by_gram and keeping_pays(self.examples, weight, held, grads.device):
                 self._kept = self._per_example_weight()
                 result.append(Report(key, Kind.ROWS, self._kept))
             else:
-                result.append(Report(key, Kind.NORM, self._passing_norm()))
+                rounded = self._round()
+                size = self._gram_size() if by_gram else self._passing_size()
+                self._terms = size.terms
+                norms = size.rounded().norm if rounded else size.norm
+                result.append(Report(key, Kind.NORM, norms))
         if self.bias is not None and id(self.bias) in wanted:
             result.append(Report(id(self.bias), Kind.ROWS, self._per_example_bias()))
         if self._kept is not None and (self.bias is None or self._totals is not None):
@@ -112,19 +136,50 @@ class ConvPiece(Piece):
         if self._kept is not None:
             return weighted(factors, self._kept)
         grads = self._b()
-        return self._weight_gradient(
+        return self.weight_gradient(
             grads * spread(factors, grads), self._x(), param.detach(), self.module.groups
         )
 
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        if param is not self.weight:
+            return [(WHOLE, Rows(self._per_example_bias(), factors))]
+        if self._kept is not None:
+            return [(WHOLE, Rows(self._kept, factors))]
+        return [(WHOLE, _Convolved(self, self._b(), self._x(), factors, self._terms))]
+
     def instantiate(self, param: nn.Parameter) -> Tensor:
         if param is not self.weight:
-            return self._per_example_bias()
-        return self._kept if self._kept is not None else self._per_example_weight()
+            return self._per_example_bias().double()
+        if self._kept is not None:
+            return self._kept.double()
+        self._round()
+        parts = [self.formed(grads.double(), x.double()) for grads, x in self._blocks(0)]
+        return torch.cat(parts).view(self.examples, *param.shape)
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        if param is not self.weight:
+            return row_norm(self._per_example_bias())
+        if self._kept is not None:
+            return row_norm(self._kept)
+        return self._bulk(self._b(), self._x())
+
+    def _bulk(self, grads: Tensor, x: Tensor) -> Tensor:
+        """At least ``sum_t ||u_t|| ||v_t||``, by Cauchy and Schwarz."""
+        taps = math.prod(self.module.kernel_size)
+        return row_norm(grads).mul_(row_norm(x)).mul_(math.sqrt(taps) * 1.0001)
+
+    def _round(self) -> bool:
+        """Round what a GPU convolves in TF32, so that it has nothing left to round."""
+        if not coarse(self._b(), convolved=True):
+            return False
+        self.grads, self.inputs = to_tf32(self._b()), to_tf32(self._x())
+        return True
 
     def factor(self, param: nn.Parameter) -> Factor | None:
         if param is not self.weight or self.module.groups > 1 or self.inputs is None:
             return None
-        return Factor(self._b().flatten(2).mT, self._unfolded(self._x()).mT)
+        self._round()
+        return Factor(self._b().flatten(2).mT, self.unfolded(self._x()).mT)
 
     def _b(self) -> Tensor:
         assert self.grads is not None
@@ -140,39 +195,49 @@ class ConvPiece(Piece):
         return self._totals
 
     def _blocks(self, entries: int) -> list[tuple[Tensor, Tensor]]:
-        """Output gradients and inputs in blocks of examples that need ``entries`` each."""
+        """Output gradients and inputs in blocks of examples that need ``entries`` each, and no
+        less than their unfolded input."""
+        assert self.weight is not None
+        unfolded = self.weight.shape[1:].numel() * self.module.groups * self._b().shape[2:].numel()
+        entries = max(entries, unfolded)
         x, grads = self._x(), self._b()
         block = max(1, _BLOCK // max(1, entries))
         if block >= self.examples:
             return [(grads, x)]
         return list(zip(torch.split(grads, block), torch.split(x, block), strict=True))
 
-    def _gram_square_norm(self) -> Tensor:
-        assert self.weight is not None
-        unfolded = self.weight.shape[1:].numel() * self._b().shape[2:].numel()
-        parts = [
-            gram_square_norm(grads.flatten(2).mT, self._unfolded(x).mT, convolved=True)
-            for grads, x in self._blocks(unfolded)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _gram_size(self) -> Size:
+        return joined(
+            [gram_size(grads.flatten(2).mT, self.unfolded(x).mT) for grads, x in self._blocks(0)]
+        )
 
-    def _passing_norm(self) -> Tensor:
-        """Norms of the per-example weight gradients, which are not kept."""
+    def _passing_size(self) -> Size:
+        """Sizes of the per-example weight gradients, which are not kept.
+
+        They are formed by matrix products, of which an error bound is known, whatever kernel
+        convolves faster.
+        """
         assert self.weight is not None
-        shape = self.weight.shape
-        by_matrices = self._by_matrices(shape)
-        unfolded = shape[1:].numel() * self._b().shape[2:].numel()
-        entries = max(shape.numel(), unfolded) if by_matrices else shape.numel()
         parts = []
-        for grads, x in self._blocks(entries):
-            if by_matrices:
-                rows = torch.bmm(grads.flatten(2), self._unfolded(x).mT)
+        for grads, x in self._blocks(self.weight.numel()):
+            positions = grads.shape[2:].numel()
+            if gamma(positions + 2, unit(grads)) > LOOSE:
+                rows = self.formed(grads.double(), x.double())
             else:
-                rows = self._grouped(grads, x, shape)
-            largest = row_norm(grads) * row_norm(x) * math.sqrt(shape[2:].numel())
-            slack = rounding(grads, grads.shape[2:].numel(), True)  # the sum is rounded otherwise
-            parts.append(row_norm(rows).add_(largest, alpha=slack))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                rows = self.formed(grads, x)
+            terms = self._bulk(grads, x)
+            norms = row_norm(rows).add_(terms, alpha=gamma(positions + 2, unit(rows)))
+            norms.add_(3 * smallest(rows) * positions * math.sqrt(self.weight.numel()))
+            norms = torch.where(terms == 0, 0.0, norms.maximum(terms / cancelled(x)))
+            parts.append(Size(norms, terms))
+        return joined(parts)
+
+    def formed(self, grads: Tensor, x: Tensor) -> Tensor:
+        """Per-example weight gradients ``(n, rows, entries of a row)`` by matrix products."""
+        groups, examples = self.module.groups, x.shape[0]
+        u = grads.reshape(examples * groups, grads.shape[1] // groups, -1)
+        v = self.unfolded(x).view(examples * groups, -1, u.shape[2])
+        return torch.bmm(u, v.mT).view(examples, grads.shape[1], -1)
 
     def _per_example_weight(self) -> Tensor:
         """The gradients ``(N, *weight.shape)``."""
@@ -181,14 +246,14 @@ class ConvPiece(Piece):
         shape = self.weight.shape
         if not self._by_matrices(shape):
             return self._grouped(grads, x, shape)
-        blocks = self._blocks(shape[1:].numel() * grads.shape[2:].numel())
+        blocks = self._blocks(0)
         if len(blocks) == 1:
-            return torch.bmm(grads.flatten(2), self._unfolded(x).mT).view(examples, *shape)
+            return torch.bmm(grads.flatten(2), self.unfolded(x).mT).view(examples, *shape)
         full = grads.new_empty(examples, shape[0], shape[1:].numel())
         start = 0
         for part, inputs in blocks:
             stop = start + part.shape[0]
-            torch.bmm(part.flatten(2), self._unfolded(inputs).mT, out=full[start:stop])
+            torch.bmm(part.flatten(2), self.unfolded(inputs).mT, out=full[start:stop])
             start = stop
         return full.view(examples, *shape)
 
@@ -196,7 +261,7 @@ class ConvPiece(Piece):
         """Examples as groups: channels ``N C`` and a weight of ``N C_out`` filters."""
         examples = grads.shape[0]
         filters = grads.new_empty(examples * shape[0], *shape[1:])  # only its shape matters
-        full = self._weight_gradient(
+        full = self.weight_gradient(
             grads.reshape(1, -1, *grads.shape[2:]),
             x.reshape(1, -1, *x.shape[2:]),
             filters,
@@ -212,7 +277,7 @@ class ConvPiece(Piece):
             return min(shape[0], shape[1]) >= _WIDE
         return self._b().numel() // shape[0] * shape[1:].numel() <= _UNFOLDED
 
-    def _weight_gradient(self, grads: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    def weight_gradient(self, grads: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
         module = self.module
         result: Any = torch.ops.aten.convolution_backward(
             grads,
@@ -230,7 +295,7 @@ class ConvPiece(Piece):
         total: Tensor = result[1]
         return total
 
-    def _unfolded(self, x: Tensor) -> Tensor:
+    def unfolded(self, x: Tensor) -> Tensor:
         """The input patches ``(N, C_in k_1 ... k_n, T)``, in the order of the weight."""
         module, examples = self.module, x.shape[0]
         spatial = len(self.padding)
@@ -245,6 +310,74 @@ class ConvPiece(Piece):
         order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
         positions = x.shape[2 : 2 + spatial].numel()
         return x.permute(order).reshape(examples, -1, positions)
+
+
+class _Convolved(Term):
+    """Output gradients and inputs whose convolution weight gradients are added up.
+
+    Where a GPU convolves in TF32, both have been rounded, and the scaled gradients are too.
+    """
+
+    def __init__(
+        self, piece: ConvPiece, grads: Tensor, x: Tensor, factors: Tensor, terms: Tensor | None
+    ) -> None:
+        self.piece, self.x, self.terms, self.cancelled = piece, x, terms, cancelled(x)
+        self.groups = piece.module.groups
+        self.grads, self.factors = grads, factors
+        if coarse(grads, convolved=True):
+            self.grads = to_tf32(grads * spread(factors.to(grads.dtype), grads))
+            self.factors = torch.ones_like(factors)
+        self.filters = grads.shape[1] // self.groups
+        self.checked = self.filters > _NARROW and grads.dtype is not torch.float64
+        positions = grads.shape[2:].numel()
+        self.block = max(1, _PRECISE // max(1, positions * piece.module.weight[0].numel()))
+        added = min(self.block, piece.examples) * positions + piece.examples // self.block
+        self.error = DOUBLE * (added + 8)
+
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scaled gradients and inputs in float64, in blocks of examples."""
+        parts = [torch.split(part, self.block) for part in (self.grads, self.x, self.factors)]
+        for grads, x, factors in zip(*parts, strict=True):
+            yield grads.double().mul_(spread(factors, grads)), x.double()
+
+    def precise(self) -> Tensor:
+        shape, total = self.piece.module.weight.shape, None
+        for grads, x in self._blocks():
+            sides = [
+                side.reshape(x.shape[0], self.groups, side.shape[1] // self.groups, -1)
+                .transpose(0, 1)
+                .transpose(1, 2)
+                .flatten(2)
+                for side in (grads, self.piece.unfolded(x))
+            ]
+            part = torch.bmm(sides[0], sides[1].mT)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.view(shape)
+
+    def quick(self) -> Tensor:
+        scaled = self.grads * spread(self.factors.to(self.grads.dtype), self.grads)
+        return self.piece.weight_gradient(
+            scaled, self.x, self.piece.module.weight.detach(), self.groups
+        )
+
+    def probes(self) -> int:
+        return self.filters
+
+    def probe_error(self) -> float:
+        return _CONVOLVED + 3 * DOUBLE * self.filters
+
+    def probe(self, total: Tensor, vectors: Tensor) -> Tensor:
+        count = vectors.shape[1]
+        ours = total.double().view(self.groups, self.filters, -1)
+        sketch = torch.matmul(vectors.t(), ours)
+        filters = vectors.new_empty(self.groups * count, *total.shape[1:])  # only its shape matters
+        for grads, x in self._blocks():
+            split = grads.reshape(len(grads), self.groups, self.filters, -1)
+            mixed = torch.matmul(vectors.t(), split).view(len(grads), -1, *grads.shape[2:])
+            part = self.piece.weight_gradient(mixed, x, filters, self.groups)
+            sketch.sub_(part.reshape(sketch.shape))
+        return sketch.square_().sum()
 
 
 def _padded(module: ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:

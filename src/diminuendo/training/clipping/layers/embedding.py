@@ -15,21 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.contract import (
-    Factor,
-    row_norm,
-    shared_square_norm,
-    spread,
-    upcast,
-)
+from diminuendo.training.clipping.contract import Factor, gram_size, spread, upcast
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape
+from diminuendo.training.clipping.rounding import row_norm
+from diminuendo.training.clipping.sums import Lookup, Term
+from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape
 
 
 class EmbeddingPiece(Piece):
     """One lookup of indices ``(N, *)``."""
 
-    heavy = ("grads",)
+    heavy = ("grads", "_terms")
 
     def __init__(
         self,
@@ -42,6 +38,7 @@ class EmbeddingPiece(Piece):
         self.padding_idx = padding_idx
         self.indices = self.save(indices)
         self.grads: Tensor | None = None
+        self._terms: Tensor | None = None
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
@@ -49,6 +46,7 @@ class EmbeddingPiece(Piece):
             return False
         self.grads = upcast(grad).reshape(self.examples, -1, grad.shape[-1])
         self.indices = self.indices.reshape(self.examples, -1)
+        self.tokens = self.indices.shape[1]
         return True
 
     def measure(self, wanted: set[int]) -> list[Report]:
@@ -58,7 +56,8 @@ class EmbeddingPiece(Piece):
         factor = self.factor(weight)
         if factor.rows.shape[1] == 1:
             return [Report(id(weight), Kind.NORM, row_norm(factor.cols))]
-        return [Report(id(weight), Kind.SQUARE, shared_square_norm([factor]))]
+        norms, self._terms = gram_size(factor.rows, factor.cols)
+        return [Report(id(weight), Kind.NORM, norms)]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
         assert self.grads is not None
@@ -69,11 +68,18 @@ class EmbeddingPiece(Piece):
         )
         return total
 
-    def instantiate(self, param: nn.Parameter) -> Tensor:
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
         factor = self.factor(param)
+        return [(WHOLE, Lookup(factor.cols, factor.rows, factors, param.shape[0], self._terms))]
+
+    def instantiate(self, param: nn.Parameter) -> Tensor:
+        factor = self.factor(param).double()
         full = factor.cols.new_zeros(self.examples, *param.shape)
         index = factor.rows.unsqueeze(2).expand(-1, -1, param.shape[1])
         return full.scatter_add_(1, index, factor.cols)
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        return self.factor(param).bulk()
 
     def factor(self, param: nn.Parameter) -> Factor:  # noqa: ARG002
         assert self.grads is not None

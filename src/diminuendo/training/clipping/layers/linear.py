@@ -15,21 +15,23 @@ from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import (
     Factor,
+    Size,
     add_product_weighted,
-    product_square_norm,
+    product_size,
     product_weighted,
-    row_norm,
     upcast,
     weighted,
 )
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, trained
+from diminuendo.training.clipping.rounding import above, coarse, row_norm, to_tf32
+from diminuendo.training.clipping.sums import Column, Product, Rows, Term
+from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, trained
 
 
 class LinearPiece(Piece):
     """One application of ``x -> x W^T + b``; a frozen W or b is passed as None."""
 
-    heavy = ("inputs", "grads", "_products", "_totals")
+    heavy = ("inputs", "grads", "_products", "_totals", "_terms")
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class LinearPiece(Piece):
         self.grads: Tensor | None = None
         self._products: Tensor | None = None
         self._totals: Tensor | None = None
+        self._terms: Tensor | None = None
+        self._product: Product | None = None
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
@@ -52,6 +56,9 @@ class LinearPiece(Piece):
         self.grads = self._by_tokens(upcast(grad))
         if self.inputs is not None:
             self.inputs = self._by_tokens(upcast(self.inputs))
+            self.tokens = self.grads.shape[:-1].numel() // self.examples
+            if coarse(self.grads):  # so that the hardware has nothing left to round
+                self.grads, self.inputs = to_tf32(self.grads), to_tf32(self.inputs)
         return True
 
     def _by_tokens(self, tensor: Tensor) -> Tensor:
@@ -74,11 +81,18 @@ class LinearPiece(Piece):
             if bias is not None:
                 result.append(Report(id(bias), Kind.NORM, out))
             if weight is not None and v is not None:
-                result.append(Report(id(weight), Kind.NORM, out * row_norm(v)))
+                product = row_norm(v).mul_(out).mul_(above(1))
+                norms = Size(product, product).rounded().norm if coarse(u) else product
+                result.append(Report(id(weight), Kind.NORM, norms))
             return result
         if weight is not None and v is not None:
-            squares, self._products = product_square_norm(u, v)
-            result.append(Report(id(weight), Kind.SQUARE, squares))
+            size, self._products = product_size(u, v)
+            if size is None:
+                result.append(Report(id(weight), Kind.NORM, row_norm(self._formed())))
+            else:
+                self._terms = size.terms
+                norms = size.rounded().norm if coarse(u) else size.norm
+                result.append(Report(id(weight), Kind.NORM, norms))
         if bias is not None:
             result.append(Report(id(bias), Kind.ROWS, self._per_example_bias()))
         if self._products is not None and (self.bias is None or self._totals is not None):
@@ -106,18 +120,44 @@ class LinearPiece(Piece):
         else:
             add_product_weighted(total, u, v, factors, scale)
 
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        if param is not self.weight:
+            rows, product = self._per_example_bias(), self._product
+            self._product = None
+            if product is not None and product.wide is rows and product.factors is factors:
+                return [(WHOLE, Column(rows, factors, product))]
+            return [(WHOLE, Rows(rows, factors))]
+        if self._products is not None:
+            return [(WHOLE, Rows(self._products, factors))]
+        assert self.inputs is not None
+        product = Product(self._u(), self.inputs, factors, self._terms)
+        if self.bias is not None:
+            self._product = product
+        return [(WHOLE, product)]
+
     def instantiate(self, param: nn.Parameter) -> Tensor:
-        if param is self.weight:
-            if self._products is not None:
-                return self._products
-            u, v = self._factors()
-            return torch.bmm(u.mT, v)
-        return self._per_example_bias()
+        if param is not self.weight:
+            return self._per_example_bias().double()
+        if self._products is not None:
+            return self._products.double()
+        u, v = self._factors()
+        return torch.bmm(u.double().mT, v.double())
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        if param is not self.weight:
+            return row_norm(self._per_example_bias())
+        if self._products is not None:
+            return row_norm(self._products)
+        return Factor(*self._factors()).bulk()
 
     def factor(self, param: nn.Parameter) -> Factor | None:
         if param is not self.weight or self.inputs is None:
             return None
         return Factor(*self._factors())
+
+    def _formed(self) -> Tensor:
+        assert self._products is not None
+        return self._products
 
     def _u(self) -> Tensor:
         assert self.grads is not None

@@ -17,7 +17,17 @@ from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import upcast, weighted
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.tape import Kind, Piece, Report, Tape, kept_rows, trained
+from diminuendo.training.clipping.rounding import row_norm
+from diminuendo.training.clipping.sums import Rows, Term
+from diminuendo.training.clipping.tape import (
+    WHOLE,
+    Kind,
+    Piece,
+    Report,
+    Tape,
+    kept_rows,
+    trained,
+)
 
 
 class DirectPiece(Piece):
@@ -35,9 +45,18 @@ class DirectPiece(Piece):
         ]
 
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
-        return weighted(factors, self.instantiate(param))
+        return weighted(factors, self._rows(param))
+
+    def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        return [(WHOLE, Rows(self._rows(param), factors))]
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
+        return self._rows(param).double()
+
+    def bulk(self, param: nn.Parameter) -> Tensor:
+        return row_norm(self._rows(param))
+
+    def _rows(self, param: nn.Parameter) -> Tensor:
         value = self.values.get(id(param))
         if value is None:
             value = torch.zeros((self.examples, *param.shape), device=param.device)

@@ -1,4 +1,4 @@
-"""``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (batch first), unrolled over time.
+"""``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, seen batch first, unrolled over time.
 
 Every step is ``P_t = x_t W_ih^T + b_ih`` and ``R_t = h_{t-1} W_hh^T + b_hh`` followed by the
 gates. Both are linear maps over the time axis: ``(W_ih, b_ih)`` with inputs x and the gradients
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.errors import EngineError, UnsupportedModule
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.layers.linear import LinearPiece, linear
 from diminuendo.training.clipping.tape import Tape, trained
 
@@ -46,26 +46,10 @@ class HiddenPiece(LinearPiece):
         return super().receive([torch.stack([zero if g is None else g for g in grads], 1)])
 
 
-def check(module: nn.RNNBase, path: str) -> None:
-    """Refuse the variants that are not handled."""
-    kind = type(module).__name__
-    if not module.batch_first:
-        raise UnsupportedModule(
-            path,
-            kind,
-            "replace",
-            "it has batch_first=False, so its first dimension is not the example; build it with "
-            "batch_first=True",
-        )
-    if module.proj_size:
-        raise UnsupportedModule(
-            path,
-            kind,
-            "not yet",
-            "proj_size; use proj_size=0 and an nn.Linear after it",
-        )
-    if type(module).forward not in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward):
-        raise UnsupportedModule(path, kind, "not yet", "a subclass with a forward of its own")
+def handled(module: nn.RNNBase) -> bool:
+    """Whether this is a variant that is written out here."""
+    known = type(module).forward in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
+    return known and not module.proj_size and "forward" not in module.__dict__
 
 
 def _rnn(p: Tensor, r: Tensor, h: Tensor, c: Tensor, relu: bool) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import diminuendo as dim
+from diminuendo.errors import DiminuendoError
 from diminuendo.training import Checkpoints, Result, fit
+from diminuendo.training.clipping.certificate import ALLOWANCE
+from diminuendo.training.mechanism import ExactNoise, FastNoise, NoiseSource
+from diminuendo.training.mechanism.keys import Keys
+from diminuendo.training.seeds import Seeds
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-5)
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -73,6 +78,18 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+COUNTED = 1 + 2 * ALLOWANCE
+"""Sensitivity with exact noise, in units of the clip's."""
+
+
+def noisy(total: Tensor, std: float, seed: int, step: int = 0, noise: str = "exact") -> Tensor:
+    """A sum with the noise that a seeded run adds to it in a step, whose rounding errors count."""
+    source: NoiseSource = FastNoise(Seeds.make(seed))
+    if noise == "exact":
+        source, std = ExactNoise(Keys.make(seed)), std * COUNTED
+    return source.add_noise(total.double().clone(), noise_std=std, sensitivity=std, step=step)
+
+
 def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Result:
     """`fit` on the linear task; `every` says how often there is a checkpoint."""
     settings = {"data": LINEAR.data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
@@ -100,3 +117,21 @@ def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
         )
         for rank in range(2)
     ]
+
+
+def in_a_fork(act: Callable[[], object]) -> str:
+    """What `act` gives in a forked process: its value, or the error's words."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = repr(act())
+        except DiminuendoError as error:
+            answer = f"refused: {error}"
+        os.write(write, answer.encode())
+        os._exit(0)  # nothing of pytest's may run in here
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(child, 0)
+    return answer

@@ -30,7 +30,7 @@ def reference(
     grads: Sequence[Tensor], clip: Clip, layers: list[list[int]]
 ) -> tuple[Tensor, list[Tensor]]:
     """Norms and clipped sums from per-example gradients; written out from the definitions."""
-    squares = [g.flatten(1).square().sum(1) for g in grads]
+    squares = [g.reshape(len(g), -1).square().sum(1) for g in grads]
     norms = torch.stack(squares).sum(0).sqrt()
     finite = norms.isfinite()
     result: list[Tensor] = [torch.empty(0)] * len(grads)
@@ -68,7 +68,8 @@ def batch_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         out = out[0]
     flat = out.flatten(1)
     weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    return (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    losses: Tensor = (flat.sin() * weights).sum(1) + 0.1 * flat.square().sum(1)
+    return losses
 
 
 def close(actual: Tensor, expected: Tensor, tol: float, what: str, floor: float = 1e-30) -> None:
@@ -88,7 +89,9 @@ def compare(
 ) -> None:
     """Engine against reference, for every kind of clipping."""
     grads = per_example(copy.deepcopy(model), batch, loss)
-    median = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    median = (
+        torch.stack([g.reshape(len(g), -1).square().sum(1) for g in grads]).sum(0).sqrt().median()
+    )
     bound = max(float(median), 1e-3)
     with Engine(model) as engine:
         slots = layer_slots(engine)
@@ -104,4 +107,8 @@ def compare(
             for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
                 close(actual, expected, tol, f"{clip}: {name}", max(floor, 1e-30))
             assert int(result.nonfinite) == int((~norms.isfinite()).sum())
+            certified = engine.clipped_sum(loss(model, batch), clip, certify=True)
+            for name, actual, expected in zip(engine.names, certified.sums, sums, strict=True):
+                assert actual.dtype == torch.float64
+                close(actual, expected, tol, f"{clip}: {name}, certified", max(floor, 1e-30))
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -1,0 +1,56 @@
+"""What a schedule is expected to give over uniform noise, and how sure that is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from diminuendo._validate import Vector
+
+SMALLEST_NOTICED = 0.005
+"""Half a percent of the loss: runs that differ in nothing but their random numbers differ by it."""
+
+_MISJUDGED = (0.5, 2.0)
+"""How far the speed of convergence may be from what was stated."""
+
+
+class Gain(NamedTuple):
+    """Shares of the larger of the initial excess loss and what uniform noise leaves of it."""
+
+    gain: float
+    error: float
+
+
+def expected_gain(
+    bias: float,
+    influence: Vector,
+    per_noise: float,
+    planned: Vector,
+    uniform: Vector,
+    *,
+    lr: Vector | None = None,
+) -> Gain:
+    """How much less final excess loss `planned` noise leaves than `uniform` noise.
+
+    bias                what the start leaves, as a share of the initial excess loss
+    influence           q_1…q_T
+    per_noise           what a unit of Σ q_t σ_t² adds to the loss, in the same unit as bias
+    planned, uniform    σ_1…σ_T, as noise on the mean gradient
+    lr                  η_1…η_T, where they are not all the same
+
+    The error is the larger of half a percent and what is lost of the gain if the run forgets noise
+    half or twice as fast as was planned for: if q_t/η_t² is its square root or its square.
+    """
+    entering = np.ones_like(influence) if lr is None else np.maximum(lr, 1e-100) ** 2
+    kept = influence / entering
+    largest = float(kept.max())
+
+    def gain(speed: float) -> float:
+        q = entering * (kept / largest) ** speed * largest
+        left = bias + per_noise * float(np.sum(q * uniform**2))
+        return per_noise * float(np.sum(q * (uniform**2 - planned**2))) / max(left, 1.0)
+
+    expected = gain(1.0)
+    lost = [expected - gain(speed) for speed in _MISJUDGED]
+    return Gain(expected, max(*lost, SMALLEST_NOTICED))

@@ -1,0 +1,87 @@
+"""Clipped sums with a bounded error: quick ones where a certificate allows, else precise ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diminuendo.training.clipping.certificate import Certificate
+from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.sums import Term
+
+# Calls for which a sum stays precise after its quick sum was too coarse.
+_CAUTION = 64
+
+Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+"""Where sums go; a function is called once the backward pass has let go of its memory."""
+
+
+class Located(NamedTuple):
+    """A term of the sum of the parameter at ``slot``: some of its rows, with the factors."""
+
+    slot: int
+    rows: slice
+    term: Term
+    factors: Tensor
+
+
+class Summation:
+    """Takes certified sums, and remembers whose quick sums were too coarse (``precise``: for how
+    many calls each slot is summed precisely)."""
+
+    def __init__(self) -> None:
+        self.precise: dict[int, int] = {}
+
+    def parts(
+        self, terms: list[Located], examples: int, sensitivity: float, allowance: float
+    ) -> list[Tensor]:
+        """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
+        but for the probability ``certificate.FAILURE``."""
+        _check_reach(terms, examples, allowance)
+        quick = [part.term.checked and part.slot not in self.precise for part in terms]
+        self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
+        checked = [position for position, fast in enumerate(quick) if fast]
+        longest = max([terms[position].term.probes() for position in checked], default=0)
+        certificate = Certificate(sensitivity, allowance, longest)
+        sums = []
+        for (_, _, term, row), fast in zip(terms, quick, strict=True):
+            sums.append(term.quick() if fast else term.precise())
+            if fast:
+                certificate.measure(term, sums[-1], row)
+            else:
+                certificate.count(term, row)
+        if not checked or certificate.holds():
+            return sums
+        for position, excessive in zip(checked, certificate.excessive(), strict=True):
+            sums[position] = terms[position].term.precise()
+            if excessive:
+                self.precise[terms[position].slot] = _CAUTION
+        return sums
+
+
+def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
+    """Raise where not even float64 is known to be close enough; looks at shapes alone."""
+    worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
+    if worst * examples > allowance / 2:
+        raise EngineError(
+            f"the rounding error of a sum over {examples} examples cannot be bounded by "
+            f"{allowance:.1e} of the sensitivity; use smaller micro-batches"
+        )
+
+
+def check_request(accumulate: Buffers | None, scale: float = 1.0, share: float = 1.0) -> None:
+    """Raise unless a certified sum can be added to these buffers; changes nothing."""
+    if scale != 1.0 or not 0.0 < share <= 1.0:
+        raise EngineError(
+            f"a certified sum needs scale 1 and a share in (0, 1], got {scale} and {share}"
+        )
+    if accumulate is not None and not callable(accumulate):
+        narrow = next((total.dtype for total in accumulate if total.dtype != torch.float64), None)
+        if narrow is not None:
+            raise EngineError(
+                f"a certified sum needs buffers of float64, got {narrow}; use "
+                "engine.zeros(torch.float64)"
+            )

@@ -1,0 +1,372 @@
+"""Watches the operations of a forward pass for what depends on the examples and what does not.
+
+While the model runs, every tensor is one of three: it depends on the batch (and ``Rows`` says
+where its examples are), it is made of trainable parameters alone (``Made``), or it is a constant.
+Tensors made of parameters keep an ordinary autograd graph; where one of them meets a tensor of the
+batch, :mod:`~diminuendo.training.clipping.meet` takes over. The layers that the engine has code
+for are not watched inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from diminuendo.training.clipping.lift import lift
+from diminuendo.training.clipping.marks import (
+    EXPANDING,
+    FACTORIES,
+    KNOWN,
+    TEMPLATES,
+    Made,
+    Operation,
+    operation,
+    tensors,
+)
+from diminuendo.training.clipping.meet import meet
+from diminuendo.training.clipping.rows import (
+    RULES,
+    TAG,
+    Copies,
+    Rows,
+    default,
+    guess,
+    ordered,
+    settled,
+)
+
+if TYPE_CHECKING:
+    from diminuendo.training.clipping.tape import Tape
+
+
+class Watch(TorchFunctionMode):
+    """The mode under which a model with an engine runs."""
+
+    def __init__(self, tape: Tape, made: dict[int, Made]) -> None:
+        super().__init__()
+        self.tape, self.made = tape, made
+        self.examples = 0
+        self.busy = False
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Mark the inputs of the model: those with as many rows as the first one has."""
+        self.examples = 0
+        for leaf in inputs:
+            if leaf.dim() and not isinstance(leaf, nn.Parameter):
+                self.examples = self.examples or leaf.shape[0]
+                if leaf.shape[0] == self.examples:
+                    setattr(leaf, TAG, Rows(self.examples))
+
+    def rows_of(self, leaf: Tensor) -> Rows | None:
+        """Where the tensor holds examples, if it does."""
+        tag = getattr(leaf, TAG, None)
+        if tag is None and leaf.requires_grad and id(leaf) not in self.made:
+            return guess(leaf, self.examples) if self.examples else None
+        return tag if isinstance(tag, Rows) else None
+
+    def made_of(self, leaf: Tensor) -> Made | None:
+        """What parameters the tensor is made of, if it is."""
+        tag = getattr(leaf, TAG, None)
+        if tag is None and leaf.requires_grad:
+            return self.made.get(id(leaf))
+        return tag if isinstance(tag, Made) else None
+
+    def has_rows(self, leaf: Tensor, dim: int) -> bool:
+        """Whether index i along ``dim`` is example i."""
+        rows = self.settle(leaf)
+        return (
+            rows is not None
+            and rows.dim == dim
+            and rows.owner is None
+            and leaf.dim() > dim
+            and leaf.shape[dim] == rows.examples
+        )
+
+    def settle(self, leaf: Tensor) -> Rows | None:
+        """Where the tensor holds examples, without an index where none is needed."""
+        rows = self.rows_of(leaf)
+        if rows is not None and rows.owner is not None:
+            rows = settled(rows, leaf)
+            setattr(leaf, TAG, rows)
+        return rows
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        op = KNOWN.get(func) or operation(func)
+        if op.ignored or not self.examples:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        source: Tensor | None = None
+        rows: Rows | None = None
+        made: list[Made] = []
+        for leaf in _leaves(args, kwargs):
+            tag = getattr(leaf, TAG, None)
+            if tag is None:
+                if not leaf.requires_grad:
+                    continue
+                tag = self.made.get(id(leaf)) or guess(leaf, self.examples)
+            if isinstance(tag, Made):
+                made.append(tag)
+            elif rows is None or _better(leaf, tag, source, rows):
+                source, rows = leaf, tag
+        kwargs = kwargs or {}
+        if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
+            source = rows = None
+        if made and torch.is_grad_enabled():
+            self.busy = True
+            if rows is not None and source is not None:
+                result = meet(self, func, op, args, kwargs, source, rows)
+            else:
+                return self._of_parameters(func, op, args, kwargs, made)
+        else:
+            result = func(*args, **kwargs)
+        if rows is not None and source is not None:
+            self.mark(op, args, kwargs, source, rows, result)
+        elif op.name in EXPANDING and isinstance(result, Tensor) and self._spreads(args, result):
+            setattr(result, TAG, Copies(self.examples))
+        return result
+
+    def mark(
+        self,
+        op: Operation,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        source: Tensor,
+        rows: Rows,
+        result: Any,
+    ) -> None:
+        """Say where the results of an operation on a tensor of the batch hold its examples."""
+        if op.name in FACTORIES:
+            return
+        if op.rule is None and not op.inplace and isinstance(result, Tensor):
+            dim = rows.dim
+            if 0 <= dim < result.dim() == source.dim() and (
+                result.shape[dim] == source.shape[dim] and type(rows) is Rows
+            ):
+                setattr(result, TAG, rows)
+                return
+        outs = [result] if isinstance(result, Tensor) else list(tensors(result, 2))
+        if op.name in ("sort", "topk") and dimension(args, kwargs, op.name, source) == rows.dim:
+            for out in outs:
+                setattr(out, TAG, ordered(rows, source, outs[-1]))
+            return
+        for nr, out in enumerate(outs):
+            if out is source:
+                continue
+            if op.rule is not None:
+                found = op.rule(args, kwargs, source, rows, out, nr)
+            elif (
+                0 <= rows.dim < out.dim() == source.dim()
+                and out.shape[rows.dim] == source.shape[rows.dim]
+            ):
+                found = rows
+            else:
+                found = default(source, rows, out)
+            if type(rows) is not Copies or found.regular(out):
+                setattr(out, TAG, found)
+        if op.inplace and args and isinstance(args[0], Tensor):
+            self._written(op, args, kwargs, source, rows)
+
+    def _written(
+        self, op: Operation, args: Sequence[Any], kwargs: Any, source: Tensor, rows: Rows
+    ) -> None:
+        """Something of the batch was written on a tensor, and on what it is a view of."""
+        target = args[0]
+        if not isinstance(getattr(target, TAG, None), Rows):
+            rule = op.rule or RULES["copy_"]
+            setattr(target, TAG, rule(args, kwargs, source, rows, target, 0))
+        base = target._base
+        if base is not None and not isinstance(getattr(base, TAG, None), Rows):
+            setattr(base, TAG, guess(base, rows.examples))
+
+    def _spreads(self, args: Sequence[Any], result: Tensor) -> bool:
+        """Whether something without examples was repeated once for each of them."""
+        first = args[0]
+        return (
+            self.examples > 1
+            and isinstance(first, Tensor)
+            and result.dim() > 0
+            and result.shape[0] == self.examples
+            and (first.dim() < result.dim() or first.shape[0] == 1)
+        )
+
+    def _of_parameters(
+        self,
+        func: Callable[..., Any],
+        op: Operation,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        made: list[Made],
+    ) -> Any:
+        """An operation without the batch: plain autograd, and a mark on what comes out."""
+        result = func(*args, **kwargs)
+        params = made[0].params
+        for other in made[1:]:
+            if other.params is not params:
+                params = {**params, **other.params}
+        if isinstance(result, Tensor) and op.name in EXPANDING and self._spreads(args, result):
+            whole, rest = args[0], result.shape[1:]
+            copied = op.name in ("repeat", "tile")
+            if not copied or whole.shape in (rest, (1, *rest)):
+                spread = lift(self, whole, result.shape, Rows(self.examples))
+                return spread.contiguous() if copied else spread
+        for out in tensors(result, 2):
+            if out.requires_grad and not isinstance(out, nn.Parameter):
+                setattr(out, TAG, Made(params, (op.name, (*args, kwargs))))
+        return result
+
+
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """The tensors among the arguments, found as fast as may be."""
+    leaves = []
+    for part in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(part, Tensor):
+            leaves.append(part)
+        elif isinstance(part, (list, tuple, dict)):
+            leaves += tensors(part, 4)
+    return leaves
+
+
+def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tensor) -> int:
+    """The dimension along which ``sort`` or ``topk`` goes."""
+    numbers = [part for part in args[1 if name == "sort" else 2 :] if type(part) is int]
+    dim: int = kwargs.get("dim", numbers[0] if numbers else -1)
+    return dim % max(1, like.dim())
+
+
+def _better(leaf: Tensor, rows: Rows, source: Tensor | None, best: Rows) -> bool:
+    """Whether to follow the examples of this argument rather than those of an earlier one."""
+    if best.dim < 0 <= rows.dim or (type(best) is Copies and type(rows) is not Copies):
+        return True
+    if type(rows) is Copies and type(best) is not Copies:
+        return False
+    return source is not None and rows.dim >= 0 and leaf.dim() > source.dim()
+
+
+class Root:
+    """The way into a model: what is called starts to be watched here.
+
+    A model all of whose parameters belong to layers that the engine has code for is watched until
+    a forward pass on inputs of that ``shape`` turned out to use them in no other way.
+    """
+
+    def __init__(self, tape: Tape, watch: Watch, always: bool) -> None:
+        self.tape, self.watch, self.always = tape, watch, always
+        self.shape: Hashable = None
+        self.before: Callable[[Any, dict[str, Any]], None] | None = None
+        self._plain: set[Hashable] = set()
+
+    def around(self, model: nn.Module) -> Callable[..., Any]:
+        """The forward to install on the model, around the one it has."""
+        previous = model.__dict__.get("forward")
+        original: Callable[..., Any] = type(model).forward
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if previous is not None and self is model:
+                return previous(*args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        watched = torch.compiler.disable(self._watched)  # type: ignore[no-untyped-call]
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not model or not root.tape.recording() or root.tape.watcher is not None:
+                return call(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                if not root.always:
+                    return call(self, *args, **kwargs)
+                return watched(call, self, args, kwargs)
+            return root._watched(call, self, args, kwargs)
+
+        root = self
+        return forward
+
+    def _watched(
+        self, call: Callable[..., Any], model: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if self.before is not None:
+            self.before(args, kwargs)
+        inputs = list(tensors((args, kwargs)))
+        examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
+        self.shape = tuple(
+            tuple(0 if size == examples else size for size in leaf.shape) for leaf in inputs
+        )
+        if examples == 0 or (self.shape in self._plain and not self.always):
+            return call(model, *args, **kwargs)
+        self.watch.busy = False
+        self.watch.begin(inputs)
+        with self._on():
+            result = call(model, *args, **kwargs)
+        if not self.watch.busy:
+            self._plain.add(self.shape)
+        return result
+
+    @contextmanager
+    def again(self, examples: int) -> Iterator[None]:
+        """During a backward pass: parts of the forward pass may run again."""
+        if self.shape in self._plain and not self.always:
+            yield
+            return
+        self.watch.examples = examples
+        with self._on():
+            yield
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        self.tape.watcher = self.watch
+        try:
+            with self.watch:
+                yield
+        finally:
+            self.tape.watcher = None
+
+
+def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callable[..., Any]:
+    """The engine's ``forward`` of a layer where row i of its input is example i; elsewhere the
+    layer's own, whose operations are then watched."""
+    original: Callable[..., Any] = type(module).forward
+    several = isinstance(module, nn.MultiheadAttention)
+    recurrent = isinstance(module, nn.RNNBase)
+    axis = int(not getattr(module, "batch_first", True))
+
+    def known(watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        inputs = _leaves(args, kwargs)
+        if not inputs or not torch.is_grad_enabled():
+            return False
+        first = inputs[:3] if several else inputs[:1]
+        if not all(watch.has_rows(leaf, axis) for leaf in first):
+            return False
+        return len(inputs) == 1 or not any(watch.made_of(leaf) for leaf in inputs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        watch = tape.watcher
+        packed = recurrent and args and not isinstance(args[0], Tensor)
+        if watch is None or self is not module or packed:
+            return forward(self, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if known(watch, args, kwargs):
+                tape.watcher = None
+                try:
+                    result = forward(self, *args, **kwargs)
+                finally:
+                    tape.watcher = watch
+                rows = Rows(watch.examples, axis)
+                if isinstance(result, Tensor):
+                    setattr(result, TAG, rows)
+                    return result
+                for nr, out in enumerate(tensors(result, 2)):
+                    setattr(out, TAG, Rows(watch.examples, int(recurrent)) if nr else rows)
+                return result
+        watch.busy = True
+        return original(self, *args, **kwargs)
+
+    return call

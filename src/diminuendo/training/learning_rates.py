@@ -1,0 +1,150 @@
+"""Learning rates as the plan has them, with PyTorch's schedulers as the mechanism."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from diminuendo._validate import Vector
+from diminuendo.errors import InputError
+from diminuendo.planning import Plan, PlanWarning, mismatch
+from diminuendo.training.guard import check_scheduler
+
+_CLOSE = 1e-4
+
+
+class PlannedRates(LambdaLR):
+    """The learning rate of the optimizer times η_1…η_T of a plan, step by step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+        super().__init__(optimizer, lambda step: rates[min(step, len(rates) - 1)])
+
+    def catch_up(self, step: int) -> None:
+        """Go on to the learning rate after `step` steps: a crash may have spent some untaken."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while self.last_epoch < step:
+                self.step()
+
+
+class Watch:
+    """Warns, once, where an optimizer steps with another learning rate than the plan has.
+
+    For loops of one's own, which nothing else can look into. The learning rate of the first step
+    that is seen is taken as the unit of the plan's.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], rates: Sequence[float], taken: Callable[[], int | None]
+    ) -> None:
+        """`taken` says how many steps are over, or None once there is nothing to watch."""
+        self._own = {id(parameter) for parameter in parameters}
+        self._rates, self._taken = rates, taken
+        self._unit: float | None = None
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        step = self._taken()
+        if step is None:
+            self.stop()
+            return
+        group = self._group(optimizer)
+        if group is None or not 0 < step <= len(self._rates):
+            return
+        used, planned = float(group["lr"]), self._rates[step - 1]
+        if self._unit is None:
+            self._unit = used / planned if planned > 0 else None
+            return
+        if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
+            return
+        self.stop()
+        warnings.warn(
+            f"The learning rate of step {step} is {used:.6g}, where the plan has "
+            f"{self._unit * planned:.6g}: its noise was made for its own learning rates. Let "
+            "follow_plan(optimizer, plan) set them, or plan for yours with lr=….",
+            PlanWarning,
+            stacklevel=4,
+        )
+
+    def _group(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in self._own for parameter in group["params"]):
+                return group
+        return None
+
+
+def follow_plan(
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    lr_scheduler: LRScheduler | None = None,
+    *,
+    strict: bool = False,
+) -> LRScheduler | None:
+    """The scheduler to step after each training step, for the learning rates of the plan.
+
+    optimizer      its learning rate is the unit of the plan's: 1/M, where the plan was made from
+                   kappa or gamma, and the unit of one over an eigenvalue with a spectrum
+    lr_scheduler   one of your own, in place of the plan's learning rates
+    strict         refuse learning rates that differ from the plan's, instead of warning
+
+    Returns your scheduler, one that follows plan.lr, or None where the learning rate is constant.
+    Nothing is spent here: where your scheduler differs from what the noise was planned for, a
+    PlanWarning (with strict=True an InputError) says what that is expected to cost.
+    """
+    check_scheduler(lr_scheduler, optimizer)
+    if lr_scheduler is None:
+        if plan.lr is None:
+            return None
+        return PlannedRates(optimizer, plan.lr.tolist())
+    cost = mismatch(plan, planned_by(lr_scheduler, plan.steps))
+    if cost is None:
+        return lr_scheduler
+    if strict:
+        raise InputError(
+            f"{cost.planned:.6g} of the largest one, as planned",
+            name=f"the learning rate of step {cost.step}",
+            value=cost.used,
+            remedy=str(cost),
+        )
+    warnings.warn(str(cost), PlanWarning, stacklevel=3)
+    return lr_scheduler
+
+
+def planned_by(scheduler: LRScheduler, steps: int) -> Vector:
+    """The learning rates of the next `steps` steps; scheduler and optimizer end as they were."""
+    optimizer = scheduler.optimizer
+    kept = copy.deepcopy(scheduler.state_dict())
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    values = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                values.append(float(optimizer.param_groups[0]["lr"]))
+                scheduler.step()
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"a scheduler for {steps} steps",
+            name="lr_scheduler",
+            value=type(scheduler).__name__,
+            remedy=f"It stops after {len(values)}: {error}",
+        ) from None
+    finally:
+        scheduler.load_state_dict(kept)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+    return torch.tensor(values, dtype=torch.float64).numpy()

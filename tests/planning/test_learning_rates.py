@@ -1,0 +1,275 @@
+"""Plans for stated learning rates, and plans that choose them."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import diminuendo as dim
+from diminuendo import influence, schedules
+from diminuendo.schedules import JointProblem
+
+BUDGET = dim.Budget(epsilon=4, delta=1e-8)
+LARGE: dict[str, Any] = {"examples": 100_000, "parameters": 1000}
+POWERS = np.arange(1, 101.0) ** -1.0
+CLUSTERS = np.concatenate([np.ones(10), np.full(90, 0.02)])
+
+
+def problem(spectrum: np.ndarray, alpha: float, **options: Any) -> JointProblem:
+    scaled = spectrum / spectrum.max()
+    return JointProblem(scaled, scaled / scaled.size, scaled / scaled.sum(), alpha, **options)
+
+
+def best_constant(one: JointProblem, steps: int) -> float:
+    """Fading noise alone: the best constant learning rate with planned noise."""
+    rates = np.geomspace(1e-3, one.limit, 300)
+    return min(one.loss(np.full(steps, rate)) for rate in rates)
+
+
+def best_falling(spectrum: np.ndarray, alpha: float, steps: int, limit: float) -> float:
+    """Falling steps alone: the best learning rates for uniform noise."""
+    one = problem(spectrum, 0.0, sampling=alpha * steps, limit=limit)
+    return one.loss(one.solve(steps))
+
+
+def test_noise_is_planned_for_the_learning_rates() -> None:
+    lr = influence.cosine(50)
+    plan = dim.plan(BUDGET, **LARGE, gamma=0.95, lr=lr)
+    assert plan.steps == 50
+    assert plan.lr is not None
+    np.testing.assert_array_equal(plan.lr, lr)
+    q = influence.gradient_descent(gamma=0.95, steps=50, lr=lr)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R))
+    assert plan.noise_ratio < 1
+    same = dim.plan(BUDGET, **LARGE, gamma=0.95, steps=50, lr=lambda t: lr[t - 1])
+    assert same == plan
+
+
+def test_learning_rates_of_one_are_the_plan_without_them() -> None:
+    for known in ({"kappa": 20}, {"spectrum": POWERS}):
+        plain = dim.plan(BUDGET, **LARGE, steps=30, **known)
+        stated = dim.plan(BUDGET, **LARGE, steps=30, lr=np.ones(30), **known)
+        np.testing.assert_allclose(stated.sigmas, plain.sigmas, rtol=1e-9)
+        assert stated.erub == pytest.approx(plain.erub, rel=1e-9)
+
+
+def test_with_a_spectrum_learning_rates_are_in_its_unit() -> None:
+    """Twice the curvature at half the learning rate is the same run."""
+    one = dim.plan(BUDGET, **LARGE, spectrum=POWERS, lr=influence.linear(20))
+    two = dim.plan(BUDGET, **LARGE, spectrum=2 * POWERS, lr=influence.linear(20) / 2)
+    np.testing.assert_allclose(one.sigmas, two.sigmas, rtol=1e-9)
+
+
+def test_noise_planned_for_a_constant_rate_counts_a_fall_twice() -> None:
+    """Fading noise under a falling learning rate leaves more noise than uniform noise does."""
+    lr = influence.cosine(100)
+    q = influence.gradient_descent(gamma=0.98, steps=100, lr=lr)
+    fading = dim.plan(BUDGET, **LARGE, gamma=0.98, steps=100)
+    uniform = schedules.uniform(100, BUDGET.R)
+    planned = dim.plan(BUDGET, **LARGE, gamma=0.98, lr=lr)
+    assert np.sum(q * fading.sigmas**2) > np.sum(q * uniform**2) > np.sum(q * planned.sigmas**2)
+
+
+def test_momentum_and_learning_rates() -> None:
+    lr = influence.warm_up(influence.cosine(40), steps=5)
+    plan = dim.plan(BUDGET, **LARGE, gamma=0.95, momentum=0.9, lr=lr)
+    q = influence.spectrum([1 - math.sqrt(0.95)], steps=40, lr=lr, momentum=0.9)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R), rtol=1e-9)
+    assert any("of a quadratic" in sentence for sentence in plan.assumptions)
+
+
+def test_subsampled_plans_take_learning_rates() -> None:
+    budget = dim.Budget(epsilon=2, delta=1e-5)
+    lr = influence.linear(20, end=0.1)
+    plan = dim.plan(budget, **LARGE, gamma=0.9, lr=lr, sampling_rate=0.1)
+    assert 2 * (1 - 1e-4) <= plan.epsilon <= 2
+    assert plan.noise_ratio < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": 0.01}, {"power": 0.7}, {"limit": 10.0}])
+@pytest.mark.parametrize("sizes", [np.ones(6), np.array([5.0, 1, 3, 2, 1, 1])])
+def test_gradient_of_the_joint_problem(options: dict[str, Any], sizes: np.ndarray) -> None:
+    one = problem(POWERS[:20], 1e-3, **options)
+    lr = np.random.default_rng(1).uniform(0.1, 1.5, 6)
+    _, gradient = one._evaluate(lr, sizes)
+    for k in range(6):
+        move = 1e-6 * np.eye(6)[k]
+        above, below = one._evaluate(lr + move, sizes)[0], one._evaluate(lr - move, sizes)[0]
+        assert gradient[k] == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("one", "steps"),
+    [
+        (problem(POWERS, 0.1), 10),
+        (problem(CLUSTERS, 0.01), 10),
+        (problem(POWERS, 0.01, limit=1e3), 10),
+        (problem(POWERS, 1e-3, sampling=1e-3, power=0.6), 60),
+        (problem(POWERS, 1e-4), 200),
+        (problem(POWERS, 1e-4), 1000),
+        (JointProblem(None, np.ones(1), np.ones(1), 1e-4, gamma=0.9, limit=1.0), 50),
+    ],
+)
+def test_the_joint_solution_is_a_local_optimum(one: JointProblem, steps: int) -> None:
+    lr = one.solve(steps)
+    assert lr.shape == (steps,)
+    assert (lr > 0).all()
+    assert (lr <= one.limit).all()
+    best, rng = one.loss(lr), np.random.default_rng(3)
+    for size in (0.003, 0.03, 0.3):
+        for _ in range(20):
+            kicked = np.clip(lr * np.exp(size * rng.standard_normal(steps)), 1e-9, one.limit)
+            assert one.loss(kicked) >= best * (1 - 1e-6)
+            assert one.loss(np.clip(lr * rng.uniform(0.7, 1.4), 1e-9, one.limit)) >= best * (
+                1 - 1e-6
+            )
+
+
+def test_both_together_beat_either_alone() -> None:
+    """T = 10, where noise matters: within 1% of fading noise alone with 100 steps, or better."""
+    for spectrum, alpha, gain in [(CLUSTERS, 0.3, 0.08), (POWERS, 0.1, 0.005)]:
+        one = problem(spectrum, alpha)
+        joint = one.loss(one.solve(10))
+        alone = min(best_constant(one, 10), best_falling(spectrum, alpha, 10, 2.0))
+        assert joint < alone * (1 - gain)
+        assert joint < best_constant(one, 100) * 1.01
+    long_steps = problem(POWERS, 1e-3, limit=1e3)
+    joint = long_steps.loss(long_steps.solve(10))
+    alone = min(best_constant(long_steps, 10), best_falling(POWERS, 1e-3, 10, 1e3))
+    assert joint < 0.92 * alone
+
+
+def test_sampling_noise_asks_for_falling_steps() -> None:
+    quiet = dim.plan((2, 1e-5), examples=2000, parameters=10**6, kappa=20, steps=60, lr="joint")
+    options: dict[str, Any] = {"examples": 2000, "parameters": 20, "clip": 10, "gap": 0.1}
+    with_it = dim.plan((2, 1e-5), **options, kappa=20, steps=60, lr="joint", sampling_rate=0.05)
+    without = dim.plan(
+        (2, 1e-5),
+        **options,
+        kappa=20,
+        steps=60,
+        lr="joint",
+        sampling_rate=0.05,
+        gradient_norm=0.0,
+    )
+    assert quiet.lr is not None
+    assert with_it.lr is not None
+    assert without.lr is not None
+    assert with_it.lr.sum() < without.lr.sum()
+    assert any("sampled gradients" in sentence for sentence in with_it.assumptions)
+
+
+@pytest.mark.parametrize("known", [{"spectrum": 3 * POWERS}, {"kappa": 20}, {"gamma": 0.9}])
+def test_joint_plans(known: dict[str, Any]) -> None:
+    facts: dict[str, Any] = {"examples": 2000, "parameters": 1000, "steps": 25}
+    plan = dim.plan(BUDGET, **facts, **known, lr="joint")
+    assert plan.lr is not None
+    limit = 2 / 3 if "spectrum" in known else 1.0
+    assert plan.lr.max() <= limit * (1 + 1e-12)
+    assert BUDGET.R * (1 - 1e-9) <= math.fsum(1 / plan.sigmas**2) <= BUDGET.R
+    again = dim.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.lr is not None
+    np.testing.assert_array_equal(again.lr, plan.lr)
+    assert "learning rate" in plan.summary()
+    stated = dim.plan(BUDGET, **facts, **known, lr=plan.lr)
+    np.testing.assert_allclose(stated.sigmas, plan.sigmas)
+
+
+def test_plans_of_version_one_are_read_and_keep_their_digest() -> None:
+    plan = dim.plan(BUDGET, **LARGE, kappa=20, steps=10)
+    old = dim.Plan(
+        **{
+            **{name: getattr(plan, name) for name in plan.__dataclass_fields__},
+            "gain": None,
+            "gain_error": None,
+            "forgetting": None,
+        }
+    )
+    data = json.loads(old.to_json())
+    assert data["version"] == 1
+    assert not {"lr", "gain", "gain_error"} & set(data)
+    again = dim.Plan.from_json(old.to_json())
+    assert again == old
+    assert again.digest == data["digest"]
+    assert again.gain_is_negligible is None
+    assert json.loads(plan.to_json())["version"] == 2
+
+
+def test_gain_says_when_the_schedule_does_not_matter() -> None:
+    paper = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
+    assert paper.gain == pytest.approx(1 - paper.noise_ratio, rel=0.01)
+    assert paper.gain_is_negligible is False
+    assert "less excess risk than uniform noise" in paper.summary()
+    many = dim.plan((3, 1e-5), examples=60_000, parameters=39_690, gamma=0.98, steps=100)
+    assert many.gain_is_negligible is True
+    assert "none to expect" in many.summary()
+    uniform = dim.plan(BUDGET, **LARGE, gamma=0.98, steps=100, schedule="uniform")
+    assert uniform.gain == 0
+
+
+def test_ten_thousand_steps_and_a_hundred_eigenvalues() -> None:
+    one = problem(POWERS, 1e-4)
+    lr = one.solve(10_000)
+    best, rng = one.loss(lr), np.random.default_rng(0)
+    for size in (0.01, 0.1):
+        assert one.loss(lr * np.exp(size * rng.standard_normal(lr.size))) >= best * (1 - 1e-5)
+    assert best < problem(POWERS, 1e-4).loss(one.solve(200))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"kappa": 20, "lr": [1, 1], "steps": 3}, r"length of lr.*\(3\), got 2"),
+    ({"kappa": 20, "lr": [1, -1]}, r"lr\[1\]"),
+    ({"kappa": 20, "lr": [1, math.nan]}, r"lr\[1\]"),
+    ({"kappa": 20, "lr": [1, 2.5]}, r"lr\[1\].*at most 2.*got 2.5"),
+    ({"spectrum": [4.0, 1.0], "lr": [0.1, 0.6]}, r"lr\[1\].*at most 0.5.*got 0.6"),
+    ({"kappa": 20, "lr": "fast", "steps": 3}, "lr"),
+    ({"kappa": 20, "lr": [1, 1], "step_size": 0.5}, "step_size"),
+    ({"influence": [1, 2], "lr": [1, 1]}, "influence curve"),
+    ({"influence": [1, 2], "lr": "joint"}, "influence curve"),
+    ({"kappa": 20, "momentum": 0.9, "lr": "joint", "steps": 5}, "momentum"),
+    ({"kappa": 20, "lr": "joint", "steps": 5, "max_lr": 3}, "max_lr"),
+    ({"kappa": 20, "lr": "joint", "sampling_rate": [0.1, 0.2]}, "sampling_rate"),
+    ({"kappa": 20, "lr": "joint", "steps": 5, "sampling_rate": 0.1, "gradient_norm": 2}, "norm"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD, ids=[str(change) for change, _ in BAD])
+def test_bad_input(change: dict[str, Any], said: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(dim.InputError, match=said):
+            dim.plan(BUDGET, **LARGE, **change)
+
+
+class Measured:
+    """What `influence.spectrum_of` returns, without torch."""
+
+    def __init__(self, private: bool) -> None:
+        self.eigenvalues = np.array([-0.1, 0.5, 2.0])
+        self.weights = np.array([0.2, 0.5, 0.3])
+        self.private = private
+
+
+def test_a_measured_spectrum_brings_its_weights() -> None:
+    measured, paid = Measured(private=True), Measured(private=False)
+    plan = dim.plan(BUDGET, **LARGE, spectrum=measured, steps=10)
+    q = influence.spectrum([0.0, 0.5, 2.0], weights=[0.2, 0.5, 0.3], steps=10)
+    np.testing.assert_allclose(plan.sigmas, schedules.optimal(q, BUDGET.R))
+    joint = dim.plan(BUDGET, **LARGE, spectrum=measured, steps=10, lr="joint")
+    assert joint.lr is not None
+    assert joint.lr.max() <= 1 + 1e-12
+    assert not any("NOT PRIVATE" in sentence for sentence in joint.assumptions)
+    unpaid = dim.plan(BUDGET, **LARGE, spectrum=paid, steps=10)
+    assert any("NOT PRIVATE" in sentence for sentence in unpaid.assumptions)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    unknown: dict[str, Any] = {"kapa": 20}
+    with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'kapa'"):
+        dim.plan(BUDGET, **LARGE, **unknown)

@@ -1,0 +1,510 @@
+"""Models that use parameters in ways of their own: exact, whatever N is, or refused.
+
+Each is run with N equal to each other size in it, and with another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from naive import batch_loss, close, compare, per_example, reference
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from diminuendo.training.clipping import Engine, EngineError, Flat, MixedExamples
+
+SIZES = (2, 3, 4, 5, 6, 7, 9)  # the sizes below are 2, 3, 4, 6 and 7
+
+
+class Model(nn.Module):
+    """A body between an embedding of T = 7 tokens in 6 dimensions and 3 outputs for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x)).tanh())
+
+    def body(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Positions(Model):
+    """Positions that are looked up once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(9, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.positions(torch.arange(x.shape[1]))
+
+
+class Bias(Model):
+    """A bias (heads, T, T) for attention, looked up by relative position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.qkv = nn.Embedding(13, 2), nn.Linear(6, 18)
+
+    def body(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        place = torch.arange(t)
+        bias = self.bias(place[:, None] - place + t - 1).permute(2, 0, 1)
+        q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).reshape(n, t, d)
+
+
+class TimeFirst(Model):
+    """(T, N, d) inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Folded(Model):
+    """Tokens folded into the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        flat = self.inner(x.reshape(-1, 6)) * self.scale
+        return flat.view(x.shape)
+
+
+class Token(Model):
+    """A learned token in front, positions on top, a number that scales it all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(8, 6))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
+        return x * self.scale.exp()
+
+
+class Cells(Model):
+    """A cell whose state is made of its output: neither may be counted twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(len(x), 6)
+        outs = []
+        for step in x.unbind(1):
+            h, c = self.cell(step, (h, c))
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+class Both(Model):
+    """Two outputs of a module with a parameter of its own, one made of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = (self.embed(x) * self.scale).tanh()
+        return torch.cat([self.head(hidden).flatten(1), hidden.flatten(1)], 1)
+
+
+@dataclasses.dataclass
+class Result:
+    logits: Tensor
+
+
+class Boxed(Model):
+    """A module with a parameter of its own that returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Result:  # type: ignore[override]
+        return Result(super().forward(x) * self.scale)
+
+
+class Routed(Model):
+    """Tokens that go to one of two experts, one of which may get none of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        share = self.gate(flat).softmax(-1)
+        out = torch.zeros_like(flat)
+        for position, expert in enumerate(self.experts):
+            (where,) = (share.argmax(-1) == position).nonzero(as_tuple=True)
+            out.index_add_(0, where, expert(flat[where]) * share[where, position, None])
+        return out.view_as(x)
+
+
+class Tied(Model):
+    """A weight that another part of the model reads, turned."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return (x @ self.embed.weight).tanh() @ self.embed.weight.T
+
+
+class Saved(Token):
+    """A part with parameters of its own under gradient checkpointing."""
+
+    reentrant = False
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(super().body, x, use_reentrant=self.reentrant)
+
+
+class SavedOtherwise(Saved):
+    reentrant = True
+
+
+class Doubled(Model):
+    """One pass over two halves of a doubled batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        first, second = self.inner(torch.cat([x, x.sin()])).chunk(2)
+        return first * second
+
+
+class Sequences(Model):
+    """Recurrent layers and attention with the examples second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.layer(self.lstm(x.transpose(0, 1))[0]).transpose(0, 1)
+
+
+class Tables(Model):
+    """Constants looked up by the batch, and a table looked up by constants, both one a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.segment = torch.randn(5, 6), nn.Embedding(2, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        index = (x[:, :, 0] * 3).long().remainder(5)
+        places = self.table.index_select(0, index.view(-1)).view(x.shape)
+        places += self.segment(torch.zeros(len(x), 1, dtype=torch.long))
+        x = x + places
+        x[index == 2] = self.segment.weight[1]
+        order = index.flatten().argsort()
+        return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
+
+
+class Bags(Model):
+    """Layers without code of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.pair = nn.EmbeddingBag(5, 6, mode="mean"), nn.Bilinear(6, 6, 6)
+        self.slope, self.projected = nn.PReLU(7), nn.LSTM(6, 6, proj_size=2, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        index = (x[:, :, 0] * 3).long().remainder(5)
+        x = self.slope(self.pair(x, x.sin()) + self.bag(index)[:, None])
+        return torch.cat([x[..., :4], self.projected(x)[0]], -1)
+
+
+HEALTHY = [
+    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Tied, Saved,
+    SavedOtherwise, Doubled, Sequences, Tables, Bags,
+]  # fmt: skip
+
+
+def logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    def call(x: Tensor) -> Tensor:
+        out = model(x)
+        return out.logits if isinstance(out, Result) else out
+
+    return batch_loss(call, batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("examples", SIZES)
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_exact_whatever_the_batch_size(kind: type[Model], examples: int) -> None:
+    model, x = kind(), torch.randn(examples, 7, 2)
+    # Reentrant checkpoints know only backward().
+    grads = per_example_by_backward(model, x)
+    clip = Flat(
+        float(torch.stack([g.reshape(len(g), -1).square().sum(1) for g in grads]).sum(0).median())
+        ** 0.5
+    )
+    norms, sums = reference(grads, clip, [])
+    with Engine(model) as engine:
+        result = engine.clipped_sum(logits(model, (x,)), clip)
+    close(result.norms, norms, 1e-10, "norms")
+    floor = 1e-3 * max(float(total.abs().max()) for total in sums)
+    for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, name, floor)
+
+
+def per_example_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    rows = []
+    for i in range(len(x)):
+        model.zero_grad()
+        logits(model, (x[i : i + 1],)).sum().backward()
+        rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        model.zero_grad()
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+class Across(Model):
+    """Attention across the batch."""
+
+    def body(self, x: Tensor) -> Tensor:
+        turned = x.transpose(0, 1)
+        return F.scaled_dot_product_attention(turned, turned, turned).transpose(0, 1)
+
+
+class Centred(Model):
+    def body(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Reversed(Model):
+    """The examples come out in another order than they went in."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+def mean_of_all(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    losses = batch_loss(model, batch)
+    return losses.mean().expand(len(losses))
+
+
+def beside_the_mean(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    losses = batch_loss(model, batch)
+    return losses - losses.mean()
+
+
+def contrast(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    out = model(*batch).flatten(1)
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="none")
+
+
+@pytest.mark.parametrize("examples", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (Across, batch_loss),
+        (Centred, batch_loss),
+        (Reversed, batch_loss),
+        (Model, mean_of_all),
+        (Model, beside_the_mean),
+        (Model, contrast),
+        (Positions, mean_of_all),
+    ],
+)
+def test_mixed_examples_are_refused(
+    kind: type[Model], loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor], examples: int
+) -> None:
+    model = kind()
+    with Engine(model) as engine:
+        losses = loss(model, (torch.randn(examples, 7, 2),))
+        with pytest.raises(MixedExamples, match="Each loss must depend on its own example alone"):
+            engine.probe_if_due(losses)
+        with pytest.raises(MixedExamples):
+            engine.clipped_sum(losses, Flat(1.0))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    seen: list[int] = []
+    probe = Engine.probe
+
+    def counted(self: Engine, losses: Tensor) -> None:
+        seen.append(len(losses))
+        probe(self, losses)
+
+    monkeypatch.setattr(Engine, "probe", counted)
+    yield seen
+
+
+def test_when_the_probe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the 1st, 2nd, 4th, ... use of a shape, once a step; a batch size is a new shape only
+    where it is the size of something else."""
+    (seen,) = passes(monkeypatch)
+    model = Model()
+    with Engine(model) as engine:
+        for examples in (10, 11, 12, 13, 14, 15, 6, 16, 17):
+            losses = batch_loss(model, (torch.randn(examples, 7, 2),))
+            engine.probe_if_due(losses)
+            engine.clipped_sum(losses, Flat(1.0))
+    assert seen == [10, 11, 13, 6, 17]
+
+
+def test_a_mixture_that_begins_later_is_seen() -> None:
+    """A head that starts at zero hides what is behind it, until it has moved."""
+    model = Centred()
+    nn.init.zeros_(model.head.weight)
+    with Engine(model) as engine:
+        engine.clipped_sum(batch_loss(model, (torch.randn(5, 7, 2),)), Flat(1.0))
+        nn.init.normal_(model.head.weight)
+        losses = batch_loss(model, (torch.randn(5, 7, 2),))
+        with pytest.raises(MixedExamples, match="embed"):
+            engine.clipped_sum(losses, Flat(1.0))
+
+
+def test_bfloat16_under_autocast() -> None:
+    torch.set_default_dtype(torch.float32)
+    for kind in (Positions, Bias, Token, Folded, TimeFirst):
+        torch.manual_seed(0)
+        model, x = kind(), torch.randn(5, 7, 2)
+        _, expected = reference(per_example(model, (x,), batch_loss), Flat(1e3), [])
+
+        def low(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return batch_loss(model, (x,)).float()
+
+        with Engine(model) as engine:
+            result = engine.clipped_sum(low(), Flat(1e3))
+        whole = torch.cat([total.flatten() for total in result.sums])
+        exact = torch.cat([total.flatten() for total in expected])
+        assert float((whole - exact).norm() / exact.norm()) < 0.05, kind
+
+
+def test_half_precision_weights() -> None:
+    model, x = Token().bfloat16(), torch.randn(5, 7, 2).bfloat16()
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (x,)).float(), Flat(1e3))
+    exact = per_example(model.double(), (x.double(),), batch_loss)
+    norms, _ = reference(exact, Flat(1e3), [])
+    close(result.norms.double(), norms, 0.05, "norms")
+
+
+def test_two_engines_share_a_loss() -> None:
+    """A generator learns through a critic; each has an engine of its own."""
+    generator, critic = Token(), Model()
+    critic.embed = nn.Linear(3, 6)
+    x = torch.randn(4, 7, 2)
+
+    def play(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        del module
+        return batch_loss(critic, (generator(*batch),))
+
+    expected = {
+        module: reference(per_example(module, (x,), play), Flat(0.5), [])[1]
+        for module in (generator, critic)
+    }
+    with Engine(generator) as first, Engine(critic) as second:
+        for engine, module in ((first, generator), (second, critic)):
+            result = engine.clipped_sum(play(module, (x,)), Flat(0.5))
+            for actual, total in zip(result.sums, expected[module], strict=True):
+                close(actual, total, 1e-10, "sum", 1e-3)
+
+
+def test_a_loss_of_something_else_that_goes_through_the_model() -> None:
+    """A generator that is not private learns through a critic that is."""
+    generator, critic = Model(), Token()
+    critic.embed = nn.Linear(3, 6)
+    x = torch.randn(4, 7, 2)
+    batch_loss(critic, (generator(x),)).sum().backward()
+    expected = [param.grad for param in generator.parameters()]
+    generator.zero_grad()
+    critic.zero_grad()
+    with Engine(critic) as engine:
+        with engine.frozen():
+            losses = batch_loss(critic, (generator(x),))
+        losses.sum().backward()
+        assert all(param.grad is None and param.requires_grad for param in critic.parameters())
+        for param, gradient in zip(generator.parameters(), expected, strict=True):
+            assert param.grad is not None
+            assert gradient is not None
+            close(param.grad, gradient, 1e-12, "gradient")
+        engine.clipped_sum(batch_loss(critic, (generator(x).detach(),)), Flat(1.0))
+        with pytest.raises(EngineError, match=r"frozen\(\)"):
+            batch_loss(critic, (generator(x),)).sum().backward()
+
+
+class SavedNorm(Token):
+    """What a checkpoint saves differs between a watched and an unwatched pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def part(self, x: Tensor) -> Tensor:
+        x = F.group_norm(x, 2, self.gain.exp(), self.shift.sin())
+        return x * (self.shift.exp() * self.gain.sin())[:, None]
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, super().body(x), use_reentrant=False)
+
+
+def test_a_checkpoint_that_runs_again_for_the_parameters_alone() -> None:
+    model, x = SavedNorm(), torch.randn(5, 7, 2)
+    _, sums = reference(per_example_by_backward(model, x), Flat(0.5), [])
+    with Engine(model) as engine:
+        result = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
+    for actual, expected in zip(result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, "sum", 1e-3)
+
+
+def test_a_function_of_the_users_own_is_refused() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # noqa: ARG004
+            return grad, grad.sum(0)
+
+    class User(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(7, 6))
+
+        def body(self, x: Tensor) -> Tensor:
+            return Own.apply(x, self.scale)
+
+    model = User()
+    with Engine(model) as engine, pytest.raises(EngineError, match=r"scale.*autograd\.Function"):
+        engine.clipped_sum(batch_loss(model, (torch.randn(4, 7, 2),)), Flat(1.0))
+
+
+def test_the_random_reference_agrees() -> None:
+    compare(Token(), (torch.randn(3, 7, 2),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
+def test_confident_models_pass_the_probe(dtype: torch.dtype, scale: float) -> None:
+    """Probabilities near underflow lose digits when they are weighted, and are no mixture."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3).to(dtype)
+        with torch.no_grad():
+            model.weight.mul_(scale)
+        x, y = torch.randn(30, 4, dtype=dtype), torch.randint(0, 3, (30,))
+        with Engine(model) as engine:
+            engine.probe(nn.functional.cross_entropy(model(x), y, reduction="none"))

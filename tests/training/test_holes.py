@@ -1,0 +1,457 @@
+"""What the guard refuses: each of these was once accepted, and released what nobody paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import LINEAR, LOSS, run
+from torch import Tensor, nn
+
+import diminuendo as dim
+from diminuendo.training import PrivateGradients
+
+D = LINEAR.features
+MIXED = r"mixe[sd]"
+
+
+@cache
+def sampled(rate: float = 0.3) -> dim.Plan:
+    """A plan at a sampling rate, made once: to plan takes longer than to train."""
+    return LINEAR.plan(sampling_rate=rate, schedule="uniform")
+
+
+def looped(private: PrivateGradients, data: Any = None) -> PrivateGradients:
+    """One's own loop over all steps."""
+    for x, y in private.batches(LINEAR.data() if data is None else data):
+        private.backward(LOSS(private.model(x), y))
+    return private
+
+
+def _replaced(plan: dim.Plan) -> dim.Plan:
+    return replace(plan, sigmas=plan.sigmas / 10)
+
+
+def _set(plan: dim.Plan) -> dim.Plan:
+    object.__setattr__(plan, "sigmas", plan.sigmas / 10)
+    return plan
+
+
+def _written(plan: dim.Plan) -> dim.Plan:
+    plan.sigmas.setflags(write=True)
+    plan.sigmas[3] /= 10
+    return plan
+
+
+def _rates(plan: dim.Plan) -> dim.Plan:
+    plan.__dict__["rates"] = np.ones(plan.steps)
+    return plan
+
+
+@pytest.mark.parametrize("change", [_replaced, _set, _written, _rates])
+def test_a_plan_with_other_noise_than_it_was_planned_for(change: Any) -> None:
+    plan = LINEAR.plan(sampling_rate=0.2, schedule="uniform")
+    assert plan.digest
+    changed = change(plan)
+    with pytest.raises(dim.InputError, match="plan again"):
+        PrivateGradients(LINEAR.model(), changed)
+    with pytest.raises(dim.InputError, match="plan again"):
+        run(LINEAR.model(), changed)
+
+
+def test_a_plan_with_more_noise_is_fine() -> None:
+    assert run(LINEAR.model(), LINEAR.plan(steps=3).with_noise_scaled(1.5)).status == "done"
+
+
+class Mixing(nn.Module):
+    """A linear model, some way before or after a mixture of examples."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor], *, before: bool) -> None:
+        super().__init__()
+        self.mix, self.before = mix, before
+        self.drop, self.linear = nn.Dropout(0.2), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            out: Tensor = self.linear(self.mix(self, self.drop(x)))
+            return out
+        return self.mix(self, self.drop(self.linear(x)))
+
+
+def _doubled_in_the_middle(rows: Tensor) -> Tensor:
+    return torch.cat([rows[:1], rows[1:] + rows[:-1]]) if len(rows) > 2 else rows
+
+
+MIXTURES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "the first is spared": lambda _, rows: rows.cumsum(0),
+    "while training": lambda m, rows: rows - rows.mean(0) if m.training else rows,
+    "over 2 rows": lambda _, rows: rows - rows.mean(0) if len(rows) > 2 else rows,
+    "neighbours over 2 rows": lambda _, rows: _doubled_in_the_middle(rows),
+    "weakly": lambda _, rows: rows + 1e-3 * rows.mean(0),
+    "without a gradient": lambda _, rows: rows - rows.detach().mean(0),
+    "by rank": lambda _, rows: rows + rows.argsort(0).argsort(0),
+    "as many rows as columns": lambda _, rows: rows.T if len(rows) == rows.shape[1] else rows,
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_of_examples(kind: str, before: bool) -> None:
+    model = Mixing(MIXTURES[kind], before=before)
+    state = {name: part.clone() for name, part in model.state_dict().items()}
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        run(model, sampled())
+    assert all(torch.equal(part, state[name]) for name, part in model.state_dict().items())
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in MIXTURES if "columns" not in kind])
+def test_mixtures_of_examples_in_one_s_own_loop(kind: str, before: bool) -> None:
+    model = Mixing(MIXTURES[kind], before=before)
+    private = PrivateGradients(model, sampled())
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        looped(private)
+    assert private.spending.steps <= 2, "batches of fewer rows may come first"
+
+
+class _Backwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # noqa: ARG004
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        return grads[0].cumsum(0)
+
+
+def _hooked(rows: Tensor) -> Tensor:
+    out = rows.clone()
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad + 1e-3 * grad.sum(0))
+    return out
+
+
+@pytest.mark.parametrize("kind", [lambda rows: _Backwards.apply(rows), _hooked])
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_in_the_backward_pass(kind: Any, own: bool) -> None:
+    model, plan = Mixing(lambda _, rows: kind(rows), before=False), LINEAR.plan(steps=3)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
+
+
+class Tokens(nn.Module):
+    """Mixes examples after an embedding that is frozen: whole numbers have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(11, 5), nn.Linear(5, 3)
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.table(tokens).mean(1)
+        out: Tensor = self.linear(rows + 1e-2 * rows.cumsum(0))
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_of_whole_numbers(own: bool) -> None:
+    tokens, y = torch.randint(0, 11, (LINEAR.examples, 6)), LINEAR.data()[1]
+    model, plan = Tokens(), LINEAR.plan(steps=3)
+    data = (tokens, y)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, plan), data) if own else run(model, plan, data=data)
+
+
+class Writes(nn.Module):
+    """Keeps a statistic of its inputs where PyTorch's versions do not see it, or in a weight."""
+
+    mean: Tensor
+
+    def __init__(self, kind: str, first: int = 1) -> None:
+        super().__init__()
+        self.kind, self.passes, self.first = kind, 0, first
+        self.linear = nn.Linear(D, 3)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        if torch.is_grad_enabled():
+            self.passes += 1
+        if torch.is_grad_enabled() and self.passes >= self.first:
+            if self.kind == "data":
+                self.mean.data.copy_(x.mean(0))
+            elif self.kind == "numpy":
+                self.mean.numpy()[:] = x.mean(0).numpy()
+            elif self.kind == "weight":
+                with torch.no_grad():
+                    self.linear.weight[0].copy_(x.mean(0))
+            elif self.kind == "weight.data":
+                self.linear.weight.data[0] = x.mean(0)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["data", "numpy", "weight", "weight.data"])
+@pytest.mark.parametrize("own", ["fit", "drawn", "full batch"])
+def test_what_the_forward_pass_writes(kind: str, own: str) -> None:
+    model, plan, (x, y) = Writes(kind), LINEAR.plan(steps=3), LINEAR.data()
+    if own == "fit":
+        with pytest.raises(dim.InputError, match="left alone"):
+            run(model, plan)
+        return
+    private = PrivateGradients(model, plan)
+    if own == "drawn":
+        x, y = next(private.batches((x, y)))
+    losses = LOSS(model(x), y)
+    with pytest.raises(dim.InputError, match="left alone"):
+        private.backward(losses)
+    assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize("kind", ["data", "numpy"])
+def test_what_later_passes_write_is_seen_before_the_state_is_saved(
+    kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(dim.InputError, match="left alone"):
+        run(Writes(kind, first=3), LINEAR.plan(steps=9), folder=tmp_path, every=5)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert not saved["model"]["mean"].any()
+    with pytest.raises(dim.InputError, match="left alone"):
+        run(Writes(kind, first=3), LINEAR.plan(steps=9))
+
+
+def test_a_full_batch_of_one_s_own_may_be_followed_by_a_step() -> None:
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, LINEAR.plan(steps=3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        private.backward(LOSS(model(x), y))
+        optimizer.step()
+    assert private.spending.steps == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_batch_statistics_in_evaluation_mode(own: bool) -> None:
+    """Without running statistics a BatchNorm takes the batch's, in evaluation mode too."""
+    norm = nn.BatchNorm1d(D, affine=False, track_running_stats=False).eval()
+    norm.train = lambda mode=True: norm  # type: ignore[method-assign,assignment]
+    model, plan = nn.Sequential(norm, nn.Linear(D, 3)), LINEAR.plan(steps=3)
+    with pytest.raises(dim.DiminuendoError, match="GroupNorm"):
+        _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
+
+
+def test_frozen_batch_statistics_are_fine() -> None:
+    norm = nn.BatchNorm1d(D, affine=False).eval()
+    norm.train = lambda mode=True: norm  # type: ignore[method-assign,assignment]
+    assert run(nn.Sequential(norm, nn.Linear(D, 3)), LINEAR.plan(steps=3)).status == "done"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.lstm(x)[0][:, -1])
+        return out
+
+
+class Attentive(nn.Module):
+    """As many tokens as there are examples in a batch, at times; positions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.places.weight.requires_grad_(False)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.tokens(tokens) + self.places(torch.arange(6))
+        out: Tensor = self.linear(self.layer(rows).mean(1))
+        return out
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(D, 16), nn.GELU(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.linear(x)
+        return out.float()
+
+
+class Noisy(nn.Module):
+    """Draws random numbers that no generator of PyTorch's repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(D, 3), torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.generator) if self.training else 0.0
+        out: Tensor = self.linear(x + noise)
+        return out
+
+
+N = LINEAR.examples
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "transformer": (Attentive, lambda: torch.randint(0, 11, (N, 6))),
+    "lstm": (Recurrent, lambda: torch.randn(N, 4, 6)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        ),
+        lambda: torch.randn(N, 1, 6, 6),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(D, 9), nn.Dropout(0.5), nn.Linear(9, 3)),
+        lambda: torch.randn(N, D),
+    ),
+    "bfloat16": (Halves, lambda: torch.randn(N, D)),
+    "its own randomness": (Noisy, lambda: torch.randn(N, D)),
+    "constant data": (lambda: nn.Linear(D, 3), lambda: torch.zeros(N, D)),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_nothing_healthy_is_refused(kind: str, own: bool) -> None:
+    make, x = HEALTHY[kind]
+    model, data = make(), (x(), LINEAR.data()[1])
+    if own:
+        assert looped(PrivateGradients(model, sampled()), data).step == LINEAR.steps
+    else:
+        assert run(model, sampled(), data=data).status == "done"
+
+
+PATIENTS = [f"patient {row % 7 if row < 20 else 6}" for row in range(N)]
+
+
+def test_every_step_takes_at_most_one_row_of_a_person() -> None:
+    plan = LINEAR.plan(examples=7, sampling_rate=0.5, schedule="uniform", steps=200)
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, plan, seed=5)
+    times, taken = [0] * 7, set()
+    for rows, targets in private.batches((x, y), groups=PATIENTS):
+        numbers = [int((x == row).all(1).nonzero()) for row in rows]
+        persons = [int(PATIENTS[number].split()[1]) for number in numbers]
+        assert len(set(persons)) == len(persons)
+        assert torch.equal(y[numbers], targets)
+        taken.update(numbers)
+        for person in persons:
+            times[person] += 1
+        private.backward(LOSS(model(rows), targets))
+    assert private.divisor == 3.5
+    assert taken == set(range(N)), "each row has its turn"
+    # 200 steps at rate 1/2: 36 are five standard deviations, and the seed is fixed
+    assert all(abs(count - 100) < 36 for count in times), (
+        "a person of many rows is drawn no oftener"
+    )
+
+
+def test_a_person_s_gradients_count_once() -> None:
+    plan = LINEAR.plan(examples=7, steps=3)
+    private = PrivateGradients(LINEAR.model(), plan)
+    sizes = []
+    for x, y in private.batches(LINEAR.data(), groups=torch.tensor([row % 7 for row in range(N)])):
+        sizes.append(len(x))
+        private.backward(LOSS(private.model(x), y))
+    assert sizes == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("groups", "examples", "said"),
+    [
+        (PATIENTS, N, "examples=7"),
+        (PATIENTS[:9], 7, "one for each row"),
+        ([1.5] * N, 1, "whole numbers or text"),
+        ([*PATIENTS[1:], None], 7, "missing"),
+        (np.zeros((N, 2), dtype=int), 1, "one column"),
+    ],
+)
+def test_groups_that_do_not_fit(groups: Any, examples: int, said: str) -> None:
+    with pytest.raises(dim.InputError, match=said):
+        run(LINEAR.model(), LINEAR.plan(examples=examples, steps=3), groups=groups)
+
+
+def test_a_budget_for_patients_is_not_spent_by_rows(tmp_path: Path) -> None:
+    with dim.Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.create("patients", dim.Budget(epsilon=9, delta=1e-5), unit="patient")
+        options = {"ledger": ledger, "budget": "patients"}
+        with pytest.raises(dim.InputError, match="which patient"):
+            run(LINEAR.model(), LINEAR.plan(steps=3), **options)
+        plan = LINEAR.plan(steps=3)
+        private = PrivateGradients(LINEAR.model(), plan, spending=ledger.pay("patients", plan))
+        with pytest.raises(dim.InputError, match="which patient"):
+            looped(private)
+        x, y = LINEAR.data()
+        losses = LOSS(private.model(x), y)
+        with pytest.raises(dim.InputError, match="which patient"):
+            private.backward(losses)
+        assert ledger.status("patients").spent_units == 0
+        result = run(LINEAR.model(), LINEAR.plan(steps=3, examples=7), groups=PATIENTS, **options)
+        assert result.status == "done"
+
+
+class Stored(nn.Module):
+    """Looks at rows of its own instead of those it is called with."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows, self.linear = rows, nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.rows[: len(x)])
+        return out
+
+
+def test_losses_of_another_batch_in_fit() -> None:
+    x, y = LINEAR.data()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(Stored(x), sampled(), loss=lambda output, _: LOSS(output, y[: len(output)]))
+    model = LINEAR.model()
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        run(
+            model, sampled(), loss=lambda output, _: LOSS(model(x[: len(output)]), y[: len(output)])
+        )
+
+
+def test_losses_of_another_batch_in_one_s_own_loop() -> None:
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, sampled(), seed=1)
+    drawn, _ = next(private.batches((x, y)))
+    with pytest.raises(dim.InputError, match="batch that was drawn"):
+        model(x[: len(drawn)])
+    assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x.flip(0),
+        lambda x: x * 2 + 1,
+        lambda x: x.to(torch.float64).to(x.dtype),
+        lambda x: x + 0.01 * torch.randn_like(x),
+    ],
+)
+def test_a_batch_may_be_prepared_on_its_way_to_the_model(way: Any) -> None:
+    model, flips = LINEAR.model(), way(torch.tensor([1.0, 2.0]))[0] == 2
+    private = PrivateGradients(model, sampled())
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(way(x)), y.flip(0) if flips else y))
+    assert private.step == LINEAR.steps
+
+
+def test_a_last_layer_of_zeros_is_healthy() -> None:
+    model = LINEAR.model()
+    nn.init.zeros_(model.weight)
+    data = (LINEAR.data()[0], torch.ones(N, dtype=torch.int64))
+    assert run(model, sampled(), data=data).status == "done"
