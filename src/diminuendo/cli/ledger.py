@@ -154,6 +154,9 @@ def create(
         bool,
         typer.Option("--allow-second", "--beside", help="Allow a second budget for the same data."),
     ] = False,
+    under: Annotated[
+        str | None, typer.Option(help="The budget that this one is a part of; it caps all parts.")
+    ] = None,
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     url: Url = None,
@@ -177,6 +180,7 @@ def create(
         order=order,
         typical=GaussianStep(noise_multiplier=typical_sigma, sampling_rate=typical_rate),
         allow_second=allow_second,
+        parent=under,
     )
     _print_budget(ledger, status, as_json, "Budget")
 

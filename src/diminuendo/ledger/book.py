@@ -90,7 +90,7 @@ class Ledger:
         except BaseException:
             self._store.close()
             raise
-        self._terms: dict[str, Terms] = {}
+        self._terms: dict[str, list[Terms]] = {}
         if not readonly:
             for weakness in self.weaknesses():
                 warnings.warn(
@@ -150,6 +150,7 @@ class Ledger:
         composition: str = "gaussian",
         order: int | None = None,
         typical: GaussianStep | None = None,
+        parent: str | None = None,
         allow_second: bool = False,
         token: str | None = None,
     ) -> Status:
@@ -157,12 +158,20 @@ class Ledger:
 
         composition   "gaussian" for full-batch steps, "renyi" where steps are subsampled
         order         the Rényi order, at least 2; by default the best one for steps like `typical`
+        parent        the budget that this one is a part of: an extract of the same people's data,
+                      a team's or a year's share. Charges here count there too
         allow_second  allow a second budget for the same data: the two add up to more than either
         """
         if composition == "renyi" and order is None:
             order = best_order(budget, typical or _TYPICAL)
         terms = Terms(
-            name=name, budget=budget, data=data, unit=unit, composition=composition, order=order
+            name=name,
+            budget=budget,
+            data=data,
+            unit=unit,
+            composition=composition,
+            order=order,
+            parent=parent,
         )
         work = functools.partial(operations.create, terms=terms, allow_second=allow_second)
         same = operations.answers("create", budget=name, body={"terms": terms.to_dict()})
@@ -182,21 +191,26 @@ class Ledger:
 
     def remaining(self, name: str) -> Budget:
         """What is left, as a budget to plan with. For subsampled plans see `scaled_to_fit`."""
-        status = self.status(name)
-        left = status.left
-        if left is None:
-            raise BudgetRefused(f"Nothing is left of the budget {name!r}.")
-        return left
+        chain = self._store.read(lambda connection: rows.chain_of(connection, name))
+        lefts = [status.left for status in chain]
+        for status, left in zip(chain, lefts, strict=True):
+            if left is None:
+                raise BudgetRefused(f"Nothing is left of the budget {status.terms.name!r}.")
+        same = [left for left in lefts if left and left.delta == chain[0].terms.budget.delta]
+        return min(same, key=lambda left: left.epsilon)
 
     def fits(self, name: str, events: Sequence[Event]) -> bool:
         """Whether a grant of these events would be given now."""
-        status = self.status(name)
-        return status.spent_units + sum(status.terms.costs(events)) <= status.terms.limit
+        chain = self._store.read(lambda connection: rows.chain_of(connection, name))
+        return all(
+            status.spent_units + sum(status.terms.costs(events)) <= status.terms.limit
+            for status in chain
+        )
 
     def scaled_to_fit(self, name: str, plan: Plan) -> Plan:
         """The plan if it fits; otherwise the plan with every σ scaled up until it fits."""
-        status = self.status(name)
-        factor = noise_factor_to_fit(status, plan.events)
+        chain = self._store.read(lambda connection: rows.chain_of(connection, name))
+        factor = max(noise_factor_to_fit(status, plan.events) for status in chain)
         return plan if factor == 1 else plan.with_noise_scaled(factor)
 
     def fitting(self, name: str, plan: Plan) -> Plan:
@@ -297,7 +311,7 @@ class Ledger:
         if not asked or not all(isinstance(event, Event) for event in asked):
             expected = "at least one event (GaussianStep or Mechanism)"
             raise InputError(expected, name="events", value=asked[:1])
-        costs = self._terms_of(run).costs(asked)
+        costs = [terms.costs(asked) for terms in self._terms_of(run)]
         request = operations.GrantRequest(
             run, asked, costs, first, start, partial, confirmed, generation
         )
@@ -306,16 +320,18 @@ class Ledger:
         try:
             record = self._change(work, token=token, same=same)
         except NotEnoughLeft as error:
-            raise BudgetRefused(refusal(error.status, asked, sum(costs))) from None
+            raise BudgetRefused(refusal(error.status, asked, error.cost)) from None
         nonce = record.token if start else ""
         return Grant(int(record.body["first"]), int(record.body["steps"]), nonce)
 
-    def _terms_of(self, run: str) -> Terms:
-        """Terms never change, so that prices are computed before the head is locked."""
+    def _terms_of(self, run: str) -> list[Terms]:
+        """The terms of a run's budget, of the one that it is a part of, and so on.
+
+        Terms never change, so that prices are computed before the head is locked.
+        """
         if run not in self._terms:
-            self._terms[run] = self._store.read(
-                lambda c: rows.budget_in(c, rows.run_in(c, run).budget).terms
-            )
+            chain = self._store.read(lambda c: rows.chain_of(c, rows.run_in(c, run).budget))
+            self._terms[run] = [status.terms for status in chain]
         return self._terms[run]
 
     @renamed.arguments(turn="generation")

@@ -21,8 +21,8 @@ _MANY = 1000
 class NotEnoughLeft(Exception):
     """Less is left of a budget than was asked for."""
 
-    def __init__(self, status: Status) -> None:
-        self.status = status
+    def __init__(self, status: Status, cost: int) -> None:
+        self.status, self.cost = status, cost
 
 
 def affordable(
@@ -33,7 +33,7 @@ def affordable(
     if sum(costs) <= left:
         return asked, sum(costs)
     if not partial:
-        raise NotEnoughLeft(status)
+        raise NotEnoughLeft(status, sum(costs))
     granted, spent = [], 0
     for event, cost in zip(asked, costs, strict=True):
         count = min(event.count, (left - spent) // (cost // event.count))
@@ -43,8 +43,26 @@ def affordable(
         if count < event.count:
             break
     if not granted:
-        raise NotEnoughLeft(status)
+        raise NotEnoughLeft(status, sum(costs))
     return granted, spent
+
+
+def affordable_by_all(
+    chain: Sequence[Status], asked: list[Event], prices: Sequence[list[int]], partial: bool
+) -> tuple[list[Event], list[int]]:
+    """What a budget and all that it is a part of can grant, and the cost to each of them."""
+    answers = [
+        affordable(status, asked, costs, partial)
+        for status, costs in zip(chain, prices, strict=True)
+    ]
+    least = min((granted for granted, _ in answers), key=_steps)
+    if all(_steps(granted) == _steps(least) for granted, _ in answers):
+        return least, [cost for _, cost in answers]
+    return least, [sum(status.terms.costs(least)) for status in chain]
+
+
+def _steps(events: Sequence[Event]) -> int:
+    return sum(event.count for event in events)
 
 
 def refusal(status: Status, asked: Sequence[Event], cost: int) -> str:
@@ -104,6 +122,12 @@ def noise_factor_to_fit(status: Status, events: Sequence[Event]) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def refund_to_parent(terms: Terms, grant: Mapping[str, Any], used: int) -> int:
+    """What a budget gets back of a grant to one of its parts, at its own prices."""
+    price = terms.refund(sum(terms.costs(unpack(grant["events"]))))
+    return refund_of(terms, {**grant, "cost": price}, used)
 
 
 def refund_of(terms: Terms, grant: Mapping[str, Any], used: int) -> int:

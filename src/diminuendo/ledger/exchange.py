@@ -21,7 +21,7 @@ from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.identity import Progress, silent
 from diminuendo.ledger.mechanisms import Laplace, Mechanism, ZeroConcentrated
 from diminuendo.ledger.records import Event, Record, canonical, unpack
-from diminuendo.ledger.replay import Replay
+from diminuendo.ledger.replay import Account, Replay
 from diminuendo.ledger.rows import (
     add_budget,
     existing_budget,
@@ -154,14 +154,20 @@ def _spent_since(before: Replay, now: Replay) -> tuple[dict[str, int], dict[str,
     spent, steps = dict.fromkeys(now.terms, 0), dict.fromkeys(now.terms, 0)
     for replay, sign in ((now, 1), (before, -1)):
         for name in replay.terms:
-            runs = [run for run in replay.runs.values() if run.budget == name]
-            spent[name] += sign * (replay.spent[name] - sum(run.spent for run in runs))
+            by_runs = sum(_cost_to(name, run) for run in replay.runs.values())
+            spent[name] += sign * (replay.spent[name] - by_runs)
     for run, account in now.runs.items():
         if before.runs.get(run) != account:
             ended = account.status != "open"
-            spent[account.budget] += account.spent
+            for name in spent:
+                spent[name] += _cost_to(name, account)
             steps[account.budget] += account.started if ended else account.granted
     return spent, steps
+
+
+def _cost_to(name: str, account: Account) -> int:
+    """What a run cost a budget: its own, or one that its own is a part of."""
+    return account.spent if account.budget == name else account.shares.get(name, 0)
 
 
 def _import(
@@ -244,6 +250,7 @@ def _read(
                 replay.feed(data)
                 heads[replay.seq] = replay.digest
                 progress(replay.seq, header["seq"])
+            replay.end()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InputError(

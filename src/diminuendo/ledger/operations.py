@@ -14,7 +14,7 @@ from typing import Any
 
 from diminuendo.errors import InputError, UsageError
 from diminuendo.ledger import process, rows
-from diminuendo.ledger.capacity import affordable, refund_of
+from diminuendo.ledger.capacity import affordable_by_all, refund_of, refund_to_parent
 from diminuendo.ledger.records import Event, Record, canonical, pack
 from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Run
 from diminuendo.ledger.store import Change
@@ -57,6 +57,14 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
     if existing is not None:
         raise BudgetExists(existing.terms)
     rows.refuse_second_budget(change.connection, terms, allow_second)
+    if terms.parent is not None:
+        relation = rows.budget_in(change.connection, terms.parent).terms.budget.relation
+        if relation != terms.budget.relation:
+            raise InputError(
+                f"that of the budget {terms.parent!r} ({relation})",
+                name="the relation",
+                value=terms.budget.relation,
+            )
     status = rows.add_budget(change.connection, terms)
     body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name()}
     return rows.write(change, "create", status, None, body)
@@ -86,11 +94,14 @@ def resume_run(change: Change, *, run: str, data: str | None) -> Record:
 
 @dataclass(frozen=True)
 class GrantRequest:
-    """The arguments of `Ledger.grant`, with the price of each event."""
+    """The arguments of `Ledger.grant`, with the price of each event.
+
+    costs  prices for the run's budget, for the one that it is a part of, and so on
+    """
 
     run: str
     events: list[Event]
-    costs: list[int]
+    costs: list[list[int]]
     first: int | None
     start: bool
     partial: bool
@@ -120,8 +131,9 @@ def grant(change: Change, *, request: GrantRequest) -> Record:
             "asked for the same run. Nothing was charged by this one. Look at the run again "
             "before asking for more."
         )
-    status = rows.budget_in(change.connection, before.budget)
-    events, cost = affordable(status, request.events, request.costs, request.partial)
+    status, *above = chain = rows.chain_of(change.connection, before.budget)
+    events, costs = affordable_by_all(chain, request.events, request.costs, request.partial)
+    cost = costs[0]
     steps = sum(event.count for event in events)
     granted = before.granted + steps
     run = replace(
@@ -141,7 +153,10 @@ def grant(change: Change, *, request: GrantRequest) -> Record:
         "confirmed": run.confirmed,
     }
     now = replace(status, spent_units=status.spent_units + cost)
-    return rows.write(change, "grant", now, run, body)
+    record = rows.write(change, "grant", now, run, body)
+    for parent, share in zip(above, costs[1:], strict=True):
+        rows.write_share(change, parent, before.budget, before.id, share)
+    return record
 
 
 def start(
@@ -213,12 +228,14 @@ def _give_back(
     change: Change, before: Run, used: int, status: str, kind: str, details: Mapping[str, Any]
 ) -> Record:
     """End a run and give back the cost of its steps from number `used` on."""
-    budget = rows.budget_in(change.connection, before.budget)
-    returned = 0
+    budget, *above = rows.chain_of(change.connection, before.budget)
+    returned, shares = 0, [0] * len(above)
     for record in rows.grants_of(change.connection, before.id):
         if record.body["first"] + record.body["steps"] <= used:
             break
         returned += refund_of(budget.terms, record.body, used)
+        for i, parent in enumerate(above):
+            shares[i] += refund_to_parent(parent.terms, record.body, used)
     now = replace(
         before,
         status=status,
@@ -228,7 +245,10 @@ def _give_back(
     )
     body = {"used": used, "returned": str(returned), **details}
     left = replace(budget, spent_units=budget.spent_units - returned)
-    return rows.write(change, kind, left, now, body)
+    ended = rows.write(change, kind, left, now, body)
+    for parent, share in zip(above, shares, strict=True):
+        rows.write_share(change, parent, before.budget, before.id, -share)
+    return ended
 
 
 def still_alive(run: Run) -> UsageError:

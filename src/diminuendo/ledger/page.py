@@ -49,7 +49,7 @@ def _budget(budget: dict[str, Any]) -> str:
     share = min(max(budget["spent"], 0.0), 1.0)
     left = max(1 - budget["spent"], 0.0)
     return (
-        f"<section><h2>{escape(budget['name'])}</h2>"
+        f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget.get('parent'))}"
         f'<div class="bar" role="img" aria-label="{share:.1%} spent">'
         f'<div style="width:{share:.2%}"></div></div>'
         f"<p><strong>{left:.1%} is left</strong> of ε = {terms['epsilon']:g} at δ = "
@@ -60,6 +60,12 @@ def _budget(budget: dict[str, Any]) -> str:
         f"{_up(budget['epsilon_odometer'])}. What was charged is ε = "
         f"{_up(budget['epsilon_charged'])} only if that amount had been fixed in advance.</p>"
         f"{_drawing(budget['history'])}{_runs(budget['runs'])}</section>"
+    )
+
+
+def _part_of(parent: str | None) -> str:
+    return (
+        f"<p>A part of {escape(parent)}: what is charged here counts there.</p>" if parent else ""
     )
 
 

@@ -49,6 +49,7 @@ KINDS = (
     "import",
     "upgrade",
     "anchor",
+    "share",
 )
 """What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 

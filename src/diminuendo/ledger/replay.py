@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
-from diminuendo.ledger.capacity import refund_of
+from diminuendo.ledger.capacity import refund_of, refund_to_parent
 from diminuendo.ledger.records import START, canonical, digest_of, start_of, unpack
 from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, RELEASED
 from diminuendo.ledger.terms import Terms
@@ -30,6 +30,8 @@ class Account:
     spent: int = 0
     nonce: str = ""
     grants: list[Mapping[str, Any]] = field(default_factory=list)
+    shares: dict[str, int] = field(default_factory=dict)
+    """What the run cost each budget that its own is a part of."""
 
     def drop_confirmed_grants(self) -> None:
         """The cost of confirmed steps cannot be given back any more."""
@@ -47,6 +49,8 @@ class Replay:
         self.spent: dict[str, int] = {}
         self.steps: dict[str, int] = {}
         self.runs: dict[str, Account] = {}
+        self._due: list[tuple[str, str, int]] = []
+        """Budgets that the last record's charge is to be shared with: name, run, least cost."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that `from_dict` needs to go on after the last record, as JSON values."""
@@ -57,6 +61,7 @@ class Replay:
             "terms": {name: terms.to_dict() for name, terms in self.terms.items()},
             "spent": {name: str(spent) for name, spent in self.spent.items()},
             "steps": self.steps,
+            "due": self._due,
             "runs": {run: {**asdict(a), "spent": str(a.spent)} for run, a in self.runs.items()},
         }
 
@@ -68,11 +73,16 @@ class Replay:
         replay.terms = {name: Terms.from_dict(terms) for name, terms in data["terms"].items()}
         replay.spent = {name: int(spent) for name, spent in data["spent"].items()}
         replay.steps = dict(data["steps"])
+        replay._due = [tuple(entry) for entry in data["due"]]
         replay.runs = {
             run: Account(**{**account, "spent": int(account["spent"])})
             for run, account in data["runs"].items()
         }
         return replay
+
+    def end(self) -> None:
+        """Raise LedgerError if the last record's charge was not shared with all it is due to."""
+        _require(not self._due, "What the last record cost is not shared with its parents.")
 
     def feed(self, row: Mapping[str, Any]) -> None:
         """Check one record and add it to the sums."""
@@ -113,7 +123,10 @@ class Replay:
         self.seq, self.digest = row["seq"], digest
 
     def _apply(self, kind: str, budget: str, run: str, token: str, body: Mapping[str, Any]) -> None:
-        if kind == "create":
+        _require(kind == "share" or not self._due, "what the last record cost is not shared")
+        if kind == "share":
+            self._share(budget, body)
+        elif kind == "create":
             _require(budget not in self.terms, "its budget was created before")
             self._create(budget, Terms.from_dict(body["terms"]))
         elif kind == "import":
@@ -139,7 +152,7 @@ class Replay:
                 "close": self._end,
                 "reclaim": self._end,
                 "release": self._end,
-            }[kind](kind, account, body)
+            }[kind](kind, account, body, run)
             if kind == "start" or (kind == "grant" and body["started"]):
                 account.nonce = token
 
@@ -157,7 +170,33 @@ class Replay:
 
     def _create(self, name: str, terms: Terms) -> None:
         _require(terms.name == name, "its terms are of another budget")
+        _require(terms.parent is None or terms.parent in self.terms, "its parent is unknown")
         self.terms[name], self.spent[name], self.steps[name] = terms, 0, 0
+
+    def _above(self, budget: str) -> list[str]:
+        """The budgets that a budget is a part of, the nearest first."""
+        names: list[str] = []
+        parent = self.terms[budget].parent
+        while parent is not None:
+            names.append(parent)
+            parent = self.terms[parent].parent
+        return names
+
+    def _share(self, budget: str, body: Mapping[str, Any]) -> None:
+        """A charge to, or a return from, one of a budget's parts."""
+        _require(bool(self._due), "nothing is to be shared")
+        name, run, least = self._due.pop(0)
+        cost = int(body["cost"])
+        _require((budget, body["run"]) == (name, run), "it is shared with another budget")
+        _require(cost >= least and (cost <= 0 or least > 0), "its share is too small")
+        self.spent[budget] += cost
+        shares = self.runs[run].shares
+        shares[budget] = shares.get(budget, 0) + cost
+        _require(
+            self.spent[budget] >= 0
+            and (cost <= 0 or self.spent[budget] <= self.terms[budget].limit),
+            "it goes over the budget",
+        )
 
     def _spend(self, budget: str, cost: int, *, over: bool = False) -> None:
         _require(cost >= 0, "its cost is negative")
@@ -165,12 +204,12 @@ class Replay:
         within = self.spent[budget] <= self.terms[budget].limit
         _require(over or within, "it goes over the budget")
 
-    def _resume(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
-        del kind
+    def _resume(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
+        del kind, run
         _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
         account.opened.update(_without_sums(body))
 
-    def _grant(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+    def _grant(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         del kind
         terms, events = self.terms[account.budget], unpack(body["events"])
         cost, steps = int(body["cost"]), sum(event.count for event in events)
@@ -188,20 +227,27 @@ class Replay:
             account.started = account.granted
         account.grants.append(body)
         account.drop_confirmed_grants()
+        for name in self._above(account.budget):
+            price = sum(self.terms[name].costs(events))
+            self._due.append((name, run, price - _slack(self.terms[name], price)))
 
-    def _start(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
-        del kind
+    def _start(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
+        del kind, run
         upto, confirmed = int(body["upto"]), int(body["confirmed"])
         _require(account.started <= upto <= account.granted, "it starts what was not granted")
         _require(account.confirmed <= confirmed <= account.started, "it confirms too much")
         account.started, account.confirmed = upto, confirmed
         account.drop_confirmed_grants()
 
-    def _end(self, kind: str, account: Account, body: Mapping[str, Any]) -> None:
+    def _end(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         used, returned = int(body["used"]), int(body["returned"])
         terms = self.terms[account.budget]
         _require(account.confirmed <= used <= account.started, "it returns what was used")
         unused = sum(refund_of(terms, grant, used) for grant in account.grants)
+        for name in self._above(account.budget):
+            above = self.terms[name]
+            back = sum(refund_to_parent(above, grant, used) for grant in account.grants)
+            self._due.append((name, run, -back - _slack(above, back)))
         most = min(unused + _slack(terms, unused), account.spent)
         _require(0 <= returned <= most, "it returns more than is unused")
         account.spent -= returned

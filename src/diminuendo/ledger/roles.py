@@ -80,7 +80,7 @@ BEGIN
       USING ERRCODE = 'insufficient_privilege';
   END IF;
   IF NOT diminuendo_is_officer() THEN
-    IF NEW.kind NOT IN ('open', 'resume', 'grant', 'start', 'close') THEN
+    IF NEW.kind NOT IN ('open', 'resume', 'grant', 'start', 'close', 'share') THEN
       RAISE EXCEPTION '% needs an officer', NEW.kind USING ERRCODE = 'insufficient_privilege';
     END IF;
     IF content -> 'after' ->> 'spent' IS DISTINCT FROM

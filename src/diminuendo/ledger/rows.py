@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -155,6 +155,15 @@ def write(
         run=origin if run is None else run.id,
         body={**body, "after": after(status, run)},
     )
+
+
+def write_share(change: Change, status: Status, child: str, run: str, cost: int) -> None:
+    """Store what one of its parts was charged, or gave back, in a budget."""
+    name = status.terms.name
+    now = replace(status, spent_units=status.spent_units + cost)
+    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(now.spent_units)})
+    body = {"child": child, "run": run, "cost": str(cost), "after": after(now, None)}
+    change.append("share", budget=name, body=body)
 
 
 def _values(run: Run) -> dict[str, Any]:
@@ -338,6 +347,14 @@ def budget_in(connection: Connection, name: str) -> Status:
             "create` creates a budget.",
         )
     return status
+
+
+def chain_of(connection: Connection, name: str) -> list[Status]:
+    """A budget, the one that it is a part of, and so on."""
+    chain = [budget_in(connection, name)]
+    while chain[-1].terms.parent is not None:
+        chain.append(budget_in(connection, chain[-1].terms.parent))
+    return chain
 
 
 def run_in(connection: Connection, run: str) -> Run:

@@ -30,6 +30,8 @@ class Terms:
                  steps, at one Rényi order that is fixed here.
     data         the identity of the data (`identify`), or None if it was not given
     unit         what one row of the data is: an example, a patient, a household
+    parent       the budget that this one is a part of: whatever is charged here is charged there
+                 too, so that all its parts together stay within it
     """
 
     name: str
@@ -38,9 +40,12 @@ class Terms:
     unit: str = "example"
     composition: str = "gaussian"
     order: int | None = None
+    parent: str | None = None
 
     def __post_init__(self) -> None:
         text("name", self.name)
+        if self.parent is not None and text("parent", self.parent) == self.name:
+            raise InputError("another budget", name="parent", value=self.parent)
         text("unit", self.unit)
         _validate.choice("composition", self.composition, COMPOSITIONS)
         if self.data is not None:
@@ -148,19 +153,24 @@ class Terms:
         return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
 
     def to_dict(self) -> dict[str, Any]:
-        """The terms as JSON values."""
-        return asdict(self)
+        """The terms as JSON values; a parent only if there is one."""
+        values = asdict(self)
+        return values if self.parent is not None else _without(values, "parent")
 
     @classmethod
     def from_dict(cls, data: Any) -> Terms:
         """The terms that `to_dict` wrote, checked."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
+        if not isinstance(data, Mapping) or {*data, "parent"} != names:
             raise InputError("an object with a budget's terms", name="terms", value=data)
         try:
             return cls(**{**data, "budget": Budget(**data["budget"])})
         except TypeError:
             raise InputError("of the right types", name="terms", value=data) from None
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
 
 
 def text(name: str, value: Any, *, empty: bool = False) -> str:

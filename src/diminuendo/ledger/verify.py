@@ -82,6 +82,7 @@ def verify(
         )
     if stored != head.seq:
         raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
+    replay.end()
     signatures.check_end(head.seq)
     wanted.check()
     _compare_budgets(budgets, replay)
