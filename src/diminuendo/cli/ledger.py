@@ -157,6 +157,13 @@ def create(
     under: Annotated[
         str | None, typer.Option(help="The budget that this one is a part of; it caps all parts.")
     ] = None,
+    two_persons: Annotated[
+        bool,
+        typer.Option(
+            "--two-persons",
+            help="Reclaiming, and a second budget for the same data, need two people.",
+        ),
+    ] = False,
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     url: Url = None,
@@ -181,6 +188,7 @@ def create(
         typical=GaussianStep(noise_multiplier=typical_sigma, sampling_rate=typical_rate),
         allow_second=allow_second,
         parent=under,
+        two_persons=two_persons,
     )
     _print_budget(ledger, status, as_json, "Budget")
 

@@ -5,7 +5,7 @@ from typing import Any
 from diminuendo.ledger import mechanisms, page, renamed, roles, serve, view
 from diminuendo.ledger.address import default as default_address
 from diminuendo.ledger.anchors import LedgerWarning
-from diminuendo.ledger.book import Grant, Ledger
+from diminuendo.ledger.book import Grant, Ledger, Proposed
 from diminuendo.ledger.exchange import (
     ImportedBudget,
     export,
@@ -28,6 +28,7 @@ __all__ = [
     "Ledger",
     "LedgerSpending",
     "LedgerWarning",
+    "Proposed",
     "Run",
     "Status",
     "Terms",

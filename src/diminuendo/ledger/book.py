@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Row, Select, select
 from diminuendo import _validate
 from diminuendo.accounting.filters import best_order
 from diminuendo.budget import Budget
-from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.errors import BudgetRefused, InputError, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import address, keys, operations, process, renamed, rows, schema
 from diminuendo.ledger.anchors import Anchor, LedgerWarning, configured, parse, publish
@@ -51,6 +51,17 @@ class Grant:
     first: int
     steps: int
     nonce: str = ""
+
+
+class Proposed(UsageError):
+    """The request is on record and waits for a second person."""
+
+
+def _proposed(record: Record) -> str:
+    return (
+        f"This needs two people. It is on record as proposed by {record.body['user']} (record "
+        f"{record.seq}); it takes effect when somebody else asks for the same."
+    )
 
 
 class Ledger:
@@ -151,6 +162,7 @@ class Ledger:
         order: int | None = None,
         typical: GaussianStep | None = None,
         parent: str | None = None,
+        two_persons: bool = False,
         allow_second: bool = False,
         token: str | None = None,
     ) -> Status:
@@ -160,6 +172,8 @@ class Ledger:
         order         the Rényi order, at least 2; by default the best one for steps like `typical`
         parent        the budget that this one is a part of: an extract of the same people's data,
                       a team's or a year's share. Charges here count there too
+        two_persons   reclaiming a run, and a second budget for the same data, need two people: the
+                      first call is recorded as a proposal, the same call by another person acts
         allow_second  allow a second budget for the same data: the two add up to more than either
         """
         if composition == "renyi" and order is None:
@@ -172,13 +186,17 @@ class Ledger:
             composition=composition,
             order=order,
             parent=parent,
+            two_persons=two_persons,
         )
         work = functools.partial(operations.create, terms=terms, allow_second=allow_second)
         same = operations.answers("create", budget=name, body={"terms": terms.to_dict()})
         try:
-            self._change(work, token=token, same=same)
+            record = self._change(work, token=token, same=same)
         except operations.BudgetExists as error:
             rows.require_same_terms(error.terms, terms)
+        else:
+            if record.kind == "propose":
+                raise Proposed(_proposed(record))
         return self.status(name)
 
     def budgets(self) -> list[Status]:
@@ -402,13 +420,17 @@ class Ledger:
         by          who asserts it; recorded with the assertion
 
         Refused while the process is known to be alive. Steps after `started` were never released.
+        For a budget that needs two persons, the first call raises Proposed and the same call by
+        another person acts.
         """
         person = text("by", by or process.user_name())
         work = functools.partial(
             operations.reclaim, run=run, by=person, unreleased=unreleased, dead=dead
         )
         same = operations.answers("reclaim", run=run)
-        self._change(work, token=token, same=same)
+        record = self._change(work, token=token, same=same)
+        if record.kind == "propose":
+            raise Proposed(_proposed(record))
         return self.run(run)
 
     def release(

@@ -25,8 +25,9 @@ from diminuendo.ledger.replay import Account, Replay
 from diminuendo.ledger.rows import (
     add_budget,
     existing_budget,
-    refuse_second_budget,
+    first_budget_for,
     require_same_terms,
+    second_budget,
     write,
 )
 from diminuendo.ledger.store import Change, record_of
@@ -193,7 +194,9 @@ def _import(
         status = existing_budget(change.connection, name)
         created = status is None
         if status is None:
-            refuse_second_budget(change.connection, terms, allow_second)
+            first = first_budget_for(change.connection, terms)
+            if first is not None and (not allow_second or first.terms.two_persons):
+                raise second_budget(terms, first)
             status = add_budget(change.connection, terms)
         require_same_terms(status.terms, terms)
         before = 0 if last is None else int(last.body["total"])

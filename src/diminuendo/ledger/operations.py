@@ -41,7 +41,7 @@ def answers(
 
     def same(record: Record) -> bool:
         return (
-            record.kind == kind
+            record.kind in (kind, "propose")
             and budget in (None, record.budget)
             and run in (None, record.run)
             and all(record.body[name] == value for name, value in expected.items())
@@ -56,7 +56,13 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
     existing = rows.existing_budget(change.connection, terms.name)
     if existing is not None:
         raise BudgetExists(existing.terms)
-    rows.refuse_second_budget(change.connection, terms, allow_second)
+    first = rows.first_budget_for(change.connection, terms)
+    if first is not None and not allow_second:
+        raise rows.second_budget(terms, first)
+    if first is not None and first.terms.two_persons:
+        request = {"action": "create", "terms": terms.to_dict()}
+        if not rows.is_seconded(change, request, budget=first.terms.name):
+            return rows.write(change, "propose", first, None, {**request, "user": change.user})
     if terms.parent is not None:
         relation = rows.budget_in(change.connection, terms.parent).terms.budget.relation
         if relation != terms.budget.relation:
@@ -66,7 +72,8 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
                 value=terms.budget.relation,
             )
     status = rows.add_budget(change.connection, terms)
-    body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name()}
+    body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name(),
+            "user": change.user}  # fmt: skip
     return rows.write(change, "create", status, None, body)
 
 
@@ -219,8 +226,17 @@ def reclaim(change: Change, *, run: str, by: str, unreleased: bool, dead: bool) 
             "machine, before a reboot, or in another container. Nothing was given back. If you "
             "know that it is dead, say --yes-it-is-dead (dead=True)."
         )
+    status = rows.budget_in(change.connection, before.budget)
+    request = {"action": "reclaim", "unreleased": unreleased}
+    if status.terms.two_persons and not rows.is_seconded(change, request, run=run):
+        return rows.write(change, "propose", status, before, {**request, "user": change.user})
     used = before.confirmed if unreleased else before.started
-    assertion = {"by": by, "assumed": process.reclaim_assumption(before, unreleased)}
+    assertion = {
+        "by": by,
+        "user": change.user,
+        "unreleased": unreleased,
+        "assumed": process.reclaim_assumption(before, unreleased),
+    }
     return _give_back(change, before, used, RECLAIMED, "reclaim", assertion)
 
 

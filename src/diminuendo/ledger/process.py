@@ -12,9 +12,10 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diminuendo.ledger.rows import Run
+if TYPE_CHECKING:
+    from diminuendo.ledger.rows import Run
 
 
 def user_name() -> str:

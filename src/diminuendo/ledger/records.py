@@ -50,6 +50,7 @@ KINDS = (
     "upgrade",
     "anchor",
     "share",
+    "propose",
 )
 """What a record can be. Ledgers of the version before have "release" for "reclaim"."""
 

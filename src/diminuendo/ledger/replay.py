@@ -30,6 +30,8 @@ class Account:
     spent: int = 0
     nonce: str = ""
     grants: list[Mapping[str, Any]] = field(default_factory=list)
+    proposed: dict[str, Any] = field(default_factory=dict)
+    """The request that the run's last record proposes, if it does."""
     shares: dict[str, int] = field(default_factory=dict)
     """What the run cost each budget that its own is a part of."""
 
@@ -49,6 +51,7 @@ class Replay:
         self.spent: dict[str, int] = {}
         self.steps: dict[str, int] = {}
         self.runs: dict[str, Account] = {}
+        self._proposals: dict[str, dict[str, Any]] = {}
         self._due: list[tuple[str, str, int]] = []
         """Budgets that the last record's charge is to be shared with: name, run, least cost."""
 
@@ -62,6 +65,7 @@ class Replay:
             "spent": {name: str(spent) for name, spent in self.spent.items()},
             "steps": self.steps,
             "due": self._due,
+            "proposals": self._proposals,
             "runs": {run: {**asdict(a), "spent": str(a.spent)} for run, a in self.runs.items()},
         }
 
@@ -73,6 +77,7 @@ class Replay:
         replay.terms = {name: Terms.from_dict(terms) for name, terms in data["terms"].items()}
         replay.spent = {name: int(spent) for name, spent in data["spent"].items()}
         replay.steps = dict(data["steps"])
+        replay._proposals = dict(data["proposals"])
         replay._due = [tuple(entry) for entry in data["due"]]
         replay.runs = {
             run: Account(**{**account, "spent": int(account["spent"])})
@@ -128,7 +133,11 @@ class Replay:
             self._share(budget, body)
         elif kind == "create":
             _require(budget not in self.terms, "its budget was created before")
-            self._create(budget, Terms.from_dict(body["terms"]))
+            terms = Terms.from_dict(body["terms"])
+            self._check_second(terms, body)
+            self._create(budget, terms)
+        elif kind == "propose" and not run:
+            self._proposals[budget] = dict(body)
         elif kind == "import":
             if budget not in self.terms:
                 self._create(budget, Terms.from_dict(body["terms"]))
@@ -146,6 +155,7 @@ class Replay:
             account = self.runs[run]
             _require(account.status == OPEN and account.budget == budget, "its run is not open")
             {
+                "propose": self._propose,
                 "resume": self._resume,
                 "grant": self._grant,
                 "start": self._start,
@@ -153,6 +163,8 @@ class Replay:
                 "reclaim": self._end,
                 "release": self._end,
             }[kind](kind, account, body, run)
+            if kind != "propose":
+                account.proposed = {}
             if kind == "start" or (kind == "grant" and body["started"]):
                 account.nonce = token
 
@@ -172,6 +184,18 @@ class Replay:
         _require(terms.name == name, "its terms are of another budget")
         _require(terms.parent is None or terms.parent in self.terms, "its parent is unknown")
         self.terms[name], self.spent[name], self.steps[name] = terms, 0, 0
+
+    def _check_second(self, terms: Terms, body: Mapping[str, Any]) -> None:
+        """A second budget for the data of one that needs two persons was proposed by another."""
+        same = [t.name for t in self.terms.values() if terms.data and t.data == terms.data]
+        if same and self.terms[min(same)].two_persons:
+            proposal = self._proposals.pop(min(same), {})
+            good = proposal.get("terms") == body["terms"] and proposal["user"] != body["user"]
+            _require(good, "it needs two people")
+
+    def _propose(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
+        del kind, run
+        account.proposed = {"user": body["user"], "unreleased": body["unreleased"]}
 
     def _above(self, budget: str) -> list[str]:
         """The budgets that a budget is a part of, the nearest first."""
@@ -242,6 +266,10 @@ class Replay:
     def _end(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         used, returned = int(body["used"]), int(body["returned"])
         terms = self.terms[account.budget]
+        if kind == "reclaim" and terms.two_persons:
+            first = account.proposed
+            seconded = first and first["user"] != body["user"]
+            _require(seconded and first["unreleased"] == body["unreleased"], "it needs two people")
         _require(account.confirmed <= used <= account.started, "it returns what was used")
         unused = sum(refund_of(terms, grant, used) for grant in account.grants)
         for name in self._above(account.budget):

@@ -215,21 +215,44 @@ def require_same_terms(existing: Terms, asked: Terms) -> None:
             )
 
 
-def refuse_second_budget(connection: Connection, terms: Terms, allow_second: bool) -> None:
-    """Raise InputError if the data already have a budget and no second one is allowed."""
-    if terms.data is None or allow_second:
-        return
-    same = connection.execute(
-        select(schema.budgets.c.name).where(schema.budgets.c.data == terms.data).limit(1)
-    ).scalar()
-    if same is not None:
-        raise InputError(
-            "the first budget for its data",
-            name="the budget",
-            value=terms.name,
-            remedy=f"These data have the budget {same!r}: use it, or allow a second one "
-            "(allow_second=True, --allow-second). What the two spend adds up.",
-        )
+def first_budget_for(connection: Connection, terms: Terms) -> Status | None:
+    """The budget that the data of these terms already have, if any."""
+    if terms.data is None:
+        return None
+    budgets = schema.budgets.c
+    query = select(budgets.name).where(budgets.data == terms.data).order_by(budgets.name).limit(1)
+    name = connection.execute(query).scalar()
+    return None if name is None else budget_in(connection, name)
+
+
+def second_budget(terms: Terms, first: Status) -> InputError:
+    """The error for a second budget for the same data that is not allowed."""
+    return InputError(
+        "the first budget for its data",
+        name="the budget",
+        value=terms.name,
+        remedy=f"These data have the budget {first.terms.name!r}: use it, or allow a second one "
+        "(allow_second=True, --allow-second). What the two spend adds up.",
+    )
+
+
+def is_seconded(
+    change: Change, request: Mapping[str, Any], *, budget: str = "", run: str = ""
+) -> bool:
+    """Whether the last record about a run, or the last proposal about a budget, is this request,
+    made by somebody else."""
+    columns = schema.records.c
+    query = select(schema.records).order_by(columns.seq.desc()).limit(1)
+    if run:
+        query = query.where(columns.run == run)
+    else:
+        query = query.where(columns.budget == budget, columns.kind == "propose")
+    row = change.connection.execute(query).one_or_none()
+    if row is None or row.kind != "propose":
+        return False
+    body = record_of(row).body
+    expected = json.loads(canonical(request))
+    return body["user"] != change.user and all(body.get(k) == v for k, v in expected.items())
 
 
 def refuse_other_data(terms: Terms, data: str | None) -> None:

@@ -33,6 +33,7 @@ from diminuendo.errors import InputError, LedgerError, SchemaError
 from diminuendo.ledger import address, schema
 from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
 from diminuendo.ledger.keys import Key
+from diminuendo.ledger.process import user_name
 from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ class Change:
         _check_version(head.version)
         self.head = Head(head.ledger, head.seq, head.digest)
         self._user = {"db_user": str(head.db_user)} if named else {}
+        self.user = self._user.get("db_user", "") or user_name()
+        """Who makes this change: the database's user, or the system's where it has none."""
         self._appended = 0
         known = head.seq if seen is None else seen.seq
         wanted = {"token": token, "last": head.seq, "seen": known}

@@ -20,6 +20,8 @@ from diminuendo.ledger.mechanisms import Mechanism
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
 _ODOMETER_ORDERS = 8
+_LATER = {"parent": None, "two_persons": False}
+"""Terms that version 1 did not have, and what they are where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Terms:
                  steps, at one Rényi order that is fixed here.
     data         the identity of the data (`identify`), or None if it was not given
     unit         what one row of the data is: an example, a patient, a household
+    two_persons  whether giving back what a dead run held, and a second budget for the same data,
+                 need two people
     parent       the budget that this one is a part of: whatever is charged here is charged there
                  too, so that all its parts together stay within it
     """
@@ -41,6 +45,7 @@ class Terms:
     composition: str = "gaussian"
     order: int | None = None
     parent: str | None = None
+    two_persons: bool = False
 
     def __post_init__(self) -> None:
         text("name", self.name)
@@ -50,6 +55,8 @@ class Terms:
         _validate.choice("composition", self.composition, COMPOSITIONS)
         if self.data is not None:
             _identity(self.data)
+        if not isinstance(self.two_persons, bool):
+            raise InputError("True or False", name="two_persons", value=self.two_persons)
         if (self.order is None) != (self.composition == "gaussian"):
             raise InputError(
                 "given with the Rényi composition, and only there",
@@ -153,24 +160,23 @@ class Terms:
         return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
 
     def to_dict(self) -> dict[str, Any]:
-        """The terms as JSON values; a parent only if there is one."""
-        values = asdict(self)
-        return values if self.parent is not None else _without(values, "parent")
+        """The terms as JSON values; a parent and two persons only if there are."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in _LATER or value != _LATER[name]
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> Terms:
         """The terms that `to_dict` wrote, checked."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or {*data, "parent"} != names:
+        if not isinstance(data, Mapping) or {*data, *_LATER} != names:
             raise InputError("an object with a budget's terms", name="terms", value=data)
         try:
             return cls(**{**data, "budget": Budget(**data["budget"])})
         except TypeError:
             raise InputError("of the right types", name="terms", value=data) from None
-
-
-def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != name}
 
 
 def text(name: str, value: Any, *, empty: bool = False) -> str:

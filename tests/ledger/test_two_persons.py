@@ -1,0 +1,147 @@
+"""What needs two people: a proposal by one, the same request by another."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledgers import new_database, step
+from sqlalchemy.engine import make_url
+
+from diminuendo import Budget, InputError, Ledger
+from diminuendo.cli import main
+from diminuendo.ledger import Proposed, export, import_file, roles, verify
+from diminuendo.ledger.records import Record, start_of
+
+BUDGET, DATA = Budget(epsilon=4, delta=1e-6), "sha256:" + "ab" * 32
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """A budget that needs two persons, and a run of a process that is dead."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.create("b", BUDGET, data=DATA, two_persons=True)
+    run = ledger.open_run("b").id
+    ledger.grant(run, [step(20.0, count=10)], start=False)
+    ledger.start(run, 6)
+    monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "dead")
+    return ledger
+
+
+def as_user(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("diminuendo.ledger.store.user_name", lambda: name)
+
+
+def test_one_proposes_and_another_acts(book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, before = book.runs("b")[0].id, book.status("b").spent_units
+    as_user(monkeypatch, "ada")
+    for _ in range(2):
+        with pytest.raises(Proposed, match="proposed by ada"):
+            book.reclaim(run)
+    assert (book.run(run).status, book.status("b").spent_units) == ("open", before)
+    as_user(monkeypatch, "bob")
+    with pytest.raises(Proposed, match="proposed by bob"):
+        book.reclaim(run, unreleased=True)
+    as_user(monkeypatch, "ada")
+    with pytest.raises(Proposed):
+        book.reclaim(run)
+    as_user(monkeypatch, "bob")
+    assert book.reclaim(run).status == "reclaimed"
+    assert verify(book).steps == 6
+
+
+def test_a_proposal_lapses_when_the_run_goes_on(
+    book: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = book.runs("b")[0].id
+    as_user(monkeypatch, "ada")
+    with pytest.raises(Proposed):
+        book.reclaim(run)
+    book.start(run, 8)
+    as_user(monkeypatch, "bob")
+    with pytest.raises(Proposed):
+        book.reclaim(run)
+    verify(book)
+
+
+def test_a_second_budget_for_the_same_data(book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_user(monkeypatch, "ada")
+    more = Budget(epsilon=1, delta=1e-6)
+    with pytest.raises(InputError, match="first budget"):
+        book.create("more", more, data=DATA)
+    with pytest.raises(Proposed):
+        book.create("more", more, data=DATA, allow_second=True)
+    as_user(monkeypatch, "bob")
+    with pytest.raises(Proposed):
+        book.create("more", BUDGET, data=DATA, allow_second=True)
+    as_user(monkeypatch, "ada")
+    book.create("more", BUDGET, data=DATA, allow_second=True)
+    verify(book)
+
+
+def test_a_chain_in_which_one_person_acted_alone(
+    book: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = book.runs("b")[0].id
+    for name in ("ada", "bob"):
+        as_user(monkeypatch, name)
+        with suppress(Proposed):
+            book.reclaim(run)
+    file = tmp_path / "out.jsonl"
+    export(book, file)
+    with Ledger(tmp_path / "honest.sqlite") as other:
+        assert import_file(other, file)[0].steps == 6
+    previous, lines = start_of("other"), []
+    for record in book.records():
+        body = {**record.body, **({"user": "bob"} if record.kind == "propose" else {})}
+        new = Record.link(seq=record.seq, at=record.at, kind=record.kind, budget=record.budget,
+                          run=record.run, token=record.token, body=body,
+                          previous=previous)  # fmt: skip
+        previous = new.digest
+        lines.append(json.dumps(new.to_dict()))
+    header = {"schema": "diminuendo.ledger", "version": 1, "ledger": "other",
+              "seq": len(lines), "digest": previous}  # fmt: skip
+    file.write_text("\n".join([json.dumps(header), *lines]) + "\n")
+    with (
+        Ledger(tmp_path / "other.sqlite") as other,
+        pytest.raises(InputError, match="needs two people"),
+    ):
+        import_file(other, file)
+
+
+def test_the_database_says_who_they_are(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = new_database(server.get_uri())
+    with Ledger(owner) as ledger:
+        ledger.create("b", BUDGET, two_persons=True)
+        run = ledger.open_run("b").id
+        officers = [f"officer_{run}_{i}" for i in range(2)]
+        ledger.administer(
+            lambda c: [c.exec_driver_sql(f"CREATE ROLE {o} LOGIN") for o in officers] and None
+        )
+        roles.install(ledger, {"officer": officers})
+        monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "dead")
+        as_user(monkeypatch, "whoever")
+        url = make_url(owner)
+        for name in (officers[0], officers[0]):
+            own = url.set(username=name).render_as_string(hide_password=False)
+            with Ledger(own) as one, pytest.raises(Proposed, match=officers[0]):
+                one.reclaim(run)
+        own = url.set(username=officers[1]).render_as_string(hide_password=False)
+        with Ledger(own) as two:
+            assert two.reclaim(run).status == "reclaimed"
+            verify(two)
+
+
+def test_on_the_command_line(
+    book: Ledger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIMINUENDO_LEDGER", book.address)
+    as_user(monkeypatch, "ada")
+    run = book.runs("b")[0].id
+    assert main(["ledger", "reclaim", run, "--yes"]) == 2
+    assert "proposed by ada" in capsys.readouterr().err
+    as_user(monkeypatch, "bob")
+    assert main(["ledger", "reclaim", run, "--yes"]) == 0
