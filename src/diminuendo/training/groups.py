@@ -58,9 +58,8 @@ class Groups:
     def one_row_each(self, persons: Tensor, seeds: Seeds, step: int) -> Tensor:
         """The index of one row of each of these persons (0, 1, …), drawn for this step."""
         chosen = persons.numpy()
-        uniform = torch.rand(
-            len(chosen), dtype=torch.float64, generator=seeds.generator("rows", step)
-        )
+        generator = seeds.generator("rows", step)
+        uniform = torch.rand(len(chosen), dtype=torch.float64, generator=generator, device="cpu")
         counts = self._counts[chosen]
         nth = np.minimum((uniform.numpy() * counts).astype(np.int64), counts - 1)
         return torch.from_numpy(self._order[self._first[chosen] + nth])

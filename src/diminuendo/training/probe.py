@@ -207,8 +207,8 @@ def _kept(size: int) -> Iterator[Tensor]:
     """A random half of the rows, and the other half."""
     generator = torch.Generator()  # its own: the user's random numbers stay as they are
     generator.seed()
-    keep = torch.zeros(size, dtype=torch.bool)
-    keep[torch.randperm(size, generator=generator)[: size // 2]] = True
+    keep = torch.zeros(size, dtype=torch.bool, device="cpu")
+    keep[torch.randperm(size, generator=generator, device="cpu")[: size // 2]] = True
     yield keep
     yield ~keep
 

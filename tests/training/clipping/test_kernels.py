@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 def entries(shape: tuple[int, ...], scale: float, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * scale
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * scale
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e18, 1e30])

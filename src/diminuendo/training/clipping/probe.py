@@ -45,12 +45,13 @@ def nodes(losses: Tensor) -> Iterator[Any]:
 def weights(losses: Tensor, lowest: torch.dtype) -> Tensor:
     """Powers of two with signs in random order, all different as far as there are enough."""
     span, count = _EXPONENT.get(lowest, 3), losses.shape[0]
-    powers = 2.0 ** torch.arange(-span, span + 1)
+    powers = 2.0 ** torch.arange(-span, span + 1, device="cpu")
     values = torch.cat([powers, -powers])
     rounds = -(-count // len(values))
     generator = torch.Generator()  # its own: the user's random numbers stay as they are
     generator.seed()
-    orders = [torch.randperm(len(values), generator=generator) for _ in range(rounds)]
+    size = len(values)
+    orders = [torch.randperm(size, generator=generator, device="cpu") for _ in range(rounds)]
     return values[torch.cat(orders)[:count]].to(losses.device, losses.dtype)
 
 
@@ -101,31 +102,32 @@ class Sketch:
         return known[:length].to(like.dtype)
 
 
-def compare(plain: Sketch, weighted: Sketch, ratio: Tensor, lowest: torch.dtype) -> None:
+def compare(plain: Sketch, weighted: Sketch, ratio: Tensor) -> None:
     """Raise :class:`MixedExamples` unless every row scaled by its own weight.
 
-    Kernels whose order of additions changes from call to call differ by roundings of the
-    ``lowest`` precision, whatever type a row has in the end. Rows near underflow lose digits
-    when they are scaled, and tell nothing.
+    Kernels whose order of additions changes from call to call differ by roundings of the coarsest
+    type that any row has, whatever the others have. Rows near underflow lose digits when they are
+    scaled, and tell nothing.
     """
+    dtypes = {row[3] for row in plain.rows}
+    loose = max([_LOOSE.get(dtype, 5e-2) for dtype in dtypes], default=0.0)
     by_order = zip(plain.rows, weighted.rows, strict=False)
     if len(plain.rows) != len(weighted.rows):
         raise MixedExamples("(unknown)", "the backward pass took another way with other weights")
-    for (path, first, norm, dtype), (other, second, second_norm, _) in by_order:
+    for (path, first, norm, _), (other, second, second_norm, _) in by_order:
         if path != other or first.shape != second.shape:
             raise MixedExamples(path, "the backward pass took another way with other weights")
         scale = ratio.to(first.device, first.dtype).unsqueeze(1)
         back = second / scale
         size = torch.maximum(norm, second_norm / scale.squeeze(1).abs()).unsqueeze(1)
-        loose = max(_LOOSE.get(kind, 5e-2) for kind in (dtype, lowest))
-        off = ((back - first).abs() > loose * size) & (size > _faintest(dtype, lowest))
+        off = ((back - first).abs() > loose * size) & (size > _faintest(dtypes))
         if bool((off & back.isfinite() & first.isfinite()).any()):
             raise MixedExamples(
                 path, "the gradient of one example changes with the weight of another one's loss"
             )
 
 
-def _faintest(*dtypes: torch.dtype) -> float:
+def _faintest(dtypes: set[torch.dtype]) -> float:
     """Norms of rows up to this may consist of numbers that underflow."""
     return max(
         float(torch.finfo(dtype).tiny) * (2.0**32 if dtype is not torch.float16 else 8.0)
@@ -139,5 +141,5 @@ def probe(run: Callable[[Tensor, Sketch], None], losses: Tensor, lowest: torch.d
     ratio = weights(losses, lowest)
     run(torch.ones_like(losses), plain)
     run(ratio.clone(), weighted)  # a hook may write on it
-    compare(plain, weighted, ratio, lowest)
+    compare(plain, weighted, ratio)
     return plain.sizes
