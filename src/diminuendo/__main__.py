@@ -6,6 +6,7 @@ from diminuendo.cli import main
 
 
 def run() -> None:
+    """Run the command line and leave with its exit code."""
     sys.exit(main())
 
 

@@ -133,11 +133,11 @@ class _Backwards(torch.autograd.Function):
 def _hooked(rows: Tensor) -> Tensor:
     out = rows.clone()
     if out.requires_grad:
-        out.register_hook(lambda grad: grad + 1e-3 * grad.sum(0))
+        out.register_hook(lambda grad: grad + 1e-3 * grad.sum(0))  # type: ignore[no-untyped-call]
     return out
 
 
-@pytest.mark.parametrize("kind", [lambda rows: _Backwards.apply(rows), _hooked])
+@pytest.mark.parametrize("kind", [lambda rows: _Backwards.apply(rows), _hooked])  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("own", [False, True])
 def test_mixtures_in_the_backward_pass(kind: Any, own: bool) -> None:
     model, plan = Mixing(lambda _, rows: kind(rows), before=False), LINEAR.plan(steps=3)
@@ -239,7 +239,7 @@ def test_a_full_batch_of_one_s_own_may_be_followed_by_a_step() -> None:
 def test_batch_statistics_in_evaluation_mode(own: bool) -> None:
     """Without running statistics a BatchNorm takes the batch's, in evaluation mode too."""
     norm = nn.BatchNorm1d(D, affine=False, track_running_stats=False).eval()
-    norm.train = lambda mode=True: norm  # type: ignore[method-assign,assignment]
+    norm.train = lambda mode=True: norm  # type: ignore[method-assign]
     model, plan = nn.Sequential(norm, nn.Linear(D, 3)), LINEAR.plan(steps=3)
     with pytest.raises(dim.DiminuendoError, match="GroupNorm"):
         _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
@@ -247,7 +247,7 @@ def test_batch_statistics_in_evaluation_mode(own: bool) -> None:
 
 def test_frozen_batch_statistics_are_fine() -> None:
     norm = nn.BatchNorm1d(D, affine=False).eval()
-    norm.train = lambda mode=True: norm  # type: ignore[method-assign,assignment]
+    norm.train = lambda mode=True: norm  # type: ignore[method-assign]
     assert run(nn.Sequential(norm, nn.Linear(D, 3)), LINEAR.plan(steps=3)).status == "done"
 
 

@@ -128,6 +128,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:
+        """The model's outputs (logits), one row for each row of X and one column for each class."""
         check_is_fitted(self, "model_")
         features = validate_data(self, X, dtype=np.float32, reset=False)
         with torch.no_grad():
@@ -135,8 +136,10 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return scores
 
     def predict_proba(self, X: ArrayLike) -> np.ndarray:
+        """Probabilities of the classes, in the order of `classes_`; rows add up to 1."""
         return np.asarray(torch.softmax(torch.as_tensor(self.decision_function(X)), 1).numpy())
 
     def predict(self, X: ArrayLike) -> np.ndarray:
+        """The most probable class of each row."""
         best = self.decision_function(X).argmax(1)
         return np.asarray(self.classes_[best])

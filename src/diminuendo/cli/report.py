@@ -20,6 +20,7 @@ from diminuendo.report.folder import Folder
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("report")(report)
 
 

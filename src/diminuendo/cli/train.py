@@ -83,6 +83,7 @@ _CLIPS = ("flat", "per-layer", "automatic")
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command("train")(train)
 
 

@@ -35,6 +35,7 @@ class Folder:
 
     @classmethod
     def read(cls, path: str | Path) -> Folder:
+        """The folder of a finished run; InputError where one of its files is missing or damaged."""
         folder = Path(path)
         plan = Plan.from_json(
             _files.read_text(folder / "plan.json", name="the run's plan"),

@@ -26,6 +26,7 @@ class PrivateDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step along the averaged private gradients; a closure is not called."""
         del closure
         for group in self.param_groups:
             beta = group["beta"]

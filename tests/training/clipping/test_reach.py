@@ -276,6 +276,23 @@ def per_example_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_the_same_on_a_gpu(kind: type[Model]) -> None:
+    """There the backward pass, and what a checkpoint does again, run in a thread of their own."""
+    model, x = kind(), torch.randn(5, 7, 2)
+    with Engine(model) as engine:
+        expected = engine.clipped_sum(logits(model, (x,)), Flat(0.5))
+    for name, buffer in vars(model).items():
+        if isinstance(buffer, Tensor):
+            setattr(model, name, buffer.cuda())
+    model.cuda()
+    with torch.device("cuda"), Engine(model) as engine:
+        actual = engine.clipped_sum(logits(model, (x.cuda(),)), Flat(0.5))
+    for total, other in zip(actual.sums, expected.sums, strict=True):
+        close(total.cpu(), other, 1e-9, "sum", 1e-3)
+
+
 class Across(Model):
     """Attention across the batch."""
 

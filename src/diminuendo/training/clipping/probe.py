@@ -6,9 +6,10 @@ The r_i are powers of two with random signs, so that a healthy model scales with
 and what leaks from an example of large r_i into a row of small r_i is magnified.
 
 What it cannot see: examples that mix before the first trainable parameter is used (in a frozen
-part, or in how the inputs were prepared); rows whose gradient is zero or close to underflow at the time, which is why
-the engine probes again at the 2nd, 4th, 8th, ... use of a shape; and a model that mixes only for
-some data.
+part, or in how the inputs were prepared); rows whose gradient is zero or close to underflow at the
+time, which is why the engine probes again at the 2nd, 4th, 8th, ... use of a shape; what has no
+gradient, such as a choice that the model makes for the whole batch; and a model that mixes only
+for some data.
 """
 
 from __future__ import annotations
