@@ -96,8 +96,10 @@ class Spending(ABC):
     def epsilon(self) -> float:
         """The ε ≥ 0 that may be claimed for what was granted, at the budget's δ and relation.
 
-        Steps that were fixed in advance are accounted. Where they were chosen on the way, that
-        would not be covered; the filter's guarantee is: the whole budget, from the first step on.
+        Steps that were fixed in advance are accounted, and so is a number of them that was. Who
+        stopped a plan early because of what it had released can claim the plan's own ε, and not
+        this smaller one. Where steps were chosen on the way, accounting them would not be covered;
+        the filter's guarantee is: the whole budget, from the first step on.
         """
         if self.adaptive:
             return self.budget.epsilon if self.steps else 0.0

@@ -112,12 +112,9 @@ def test_what_is_left_is_what_all_have_left(tree: Ledger) -> None:
 
 
 def test_bad_trees(tree: Ledger) -> None:
-    for options, words in (
-        ({"parent": "nobody"}, "one of the ledger's"),
-        ({"parent": "new"}, "another budget"),
-    ):
+    for parent, words in (("nobody", "one of the ledger's"), ("new", "another budget")):
         with pytest.raises(InputError, match=words):
-            tree.create("new", PEOPLE, **options)
+            tree.create("new", PEOPLE, parent=parent)
     other = Budget(epsilon=1, delta=1e-6, relation="replace-one")
     with pytest.raises(InputError, match="the relation"):
         tree.create("new", other, parent="people")
@@ -130,7 +127,7 @@ def test_a_share_that_was_left_out_is_found(tree: Ledger, tmp_path: Any) -> None
     tree.charge("extract-a", [step(20.0)])
     shares = [record.budget for record in tree.records() if record.kind == "share"]
     assert shares == ["people", "people"], "the charge and the close"
-    previous, lines = start_of("other"), []
+    previous, lines = start_of("other"), list[str]()
     for record in tree.records():
         if record.kind != "share":
             new = Record.link(seq=len(lines) + 1, at=record.at, kind=record.kind,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledgers import new_database, step
+from ledgers import execute, new_database, step
 from sqlalchemy.engine import make_url
 
 from diminuendo import Budget, InputError, Ledger
@@ -94,7 +94,7 @@ def test_a_chain_in_which_one_person_acted_alone(
     export(book, file)
     with Ledger(tmp_path / "honest.sqlite") as other:
         assert import_file(other, file)[0].steps == 6
-    previous, lines = start_of("other"), []
+    previous, lines = start_of("other"), list[str]()
     for record in book.records():
         body = {**record.body, **({"user": "bob"} if record.kind == "propose" else {})}
         new = Record.link(seq=record.seq, at=record.at, kind=record.kind, budget=record.budget,
@@ -118,9 +118,8 @@ def test_the_database_says_who_they_are(server: Any, monkeypatch: pytest.MonkeyP
         ledger.create("b", BUDGET, two_persons=True)
         run = ledger.open_run("b").id
         officers = [f"officer_{run}_{i}" for i in range(2)]
-        ledger.administer(
-            lambda c: [c.exec_driver_sql(f"CREATE ROLE {o} LOGIN") for o in officers] and None
-        )
+        for officer in officers:
+            execute(ledger, f"CREATE ROLE {officer} LOGIN")
         roles.install(ledger, {"officer": officers})
         monkeypatch.setattr("diminuendo.ledger.process.start_time", lambda pid: "dead")
         as_user(monkeypatch, "whoever")

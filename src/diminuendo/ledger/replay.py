@@ -268,7 +268,7 @@ class Replay:
         terms = self.terms[account.budget]
         if kind == "reclaim" and terms.two_persons:
             first = account.proposed
-            seconded = first and first["user"] != body["user"]
+            seconded = bool(first) and first["user"] != body["user"]
             _require(seconded and first["unreleased"] == body["unreleased"], "it needs two people")
         _require(account.confirmed <= used <= account.started, "it returns what was used")
         unused = sum(refund_of(terms, grant, used) for grant in account.grants)

@@ -19,6 +19,10 @@ _FAST = (
     "the last bits of what is released may learn more"
 )
 _REVEALED = "the training loss, revealed on request"
+_STOPPED = (
+    "a stop that somebody chose because of what the run had released: the claim is then the "
+    "plan's own ε"
+)
 
 
 def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +31,8 @@ def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     not_covered = [_BEFORE] if result["private"] else [_SEEDED, _BEFORE]
     if result.get("noise") == "fast":
         not_covered.append(_FAST)
+    if result["private"] and result["status"] == "interrupted":
+        not_covered.append(_STOPPED)
     if result["revealed"]:
         public["training_loss"] = result["training_loss"]
         not_covered.append(_REVEALED)
