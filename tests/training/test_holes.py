@@ -15,7 +15,9 @@ from small_runs import LINEAR, LOSS, run
 from torch import Tensor, nn
 
 import diminuendo as dim
+from diminuendo.errors import InputError, UsageError
 from diminuendo.training import PrivateGradients
+from diminuendo.training.sampling import Part
 
 D = LINEAR.features
 MIXED = r"mixe[sd]"
@@ -455,3 +457,49 @@ def test_a_last_layer_of_zeros_is_healthy() -> None:
     nn.init.zeros_(model.weight)
     data = (LINEAR.data()[0], torch.ones(N, dtype=torch.int64))
     assert run(model, sampled(), data=data).status == "done"
+
+
+def test_parts_of_another_step_enter_no_sum() -> None:
+    """Two samplers at work at the same time: what one drew is not summed into the other's step."""
+    x, y = torch.eye(8), torch.zeros(8)
+    model = nn.Linear(8, 1, bias=False)
+    plan = dim.plan((4, 1e-5), examples=8, parameters=8, steps=6, clip=1.0, gamma=0.9)
+    private = PrivateGradients(model, plan, micro_batch=3)
+
+    def take(batch: Any) -> None:
+        private.backward(1e3 * model(batch[0]).squeeze(1))
+
+    old = private.batches((x, y))
+    take(next(old))
+    new = private.batches((x, y))
+    take(next(new))
+    with pytest.raises(UsageError, match="drawn for step 1"):
+        next(old)
+    private._part = Part(private.step, first=False, last=False, size=3, parts=3, index=0)
+    losses = model(x[:3]).squeeze(1)
+    with pytest.raises(UsageError, match="every part enters the sum once"):
+        private.backward(losses)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("by", ["buffer", "parameter"])
+def test_writes_during_the_backward_pass(by: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    model.register_buffer("average", torch.zeros(3))
+    held = model.average if by == "buffer" else model[1].bias
+
+    def write(module: Any, grad_input: Any, grad_output: Any) -> None:
+        del module, grad_input
+        with torch.no_grad():
+            held.add_(grad_output[0].sum())  # type: ignore[operator]
+
+    model[1].register_full_backward_hook(write)
+    plan = dim.plan((4, 1e-5), examples=12, parameters=19, steps=2, clip=1.0, gamma=0.9)
+    private = PrivateGradients(model, plan)
+    x = torch.randn(12, 4)
+    batch, _ = next(private.batches((x, torch.zeros(12))))
+    losses = model(batch).square().sum(1)
+    with pytest.raises(InputError, match="left alone by the forward and backward"):
+        private.backward(losses)
+    assert all(p.grad is None for p in model.parameters())
+    assert private.spending.steps == 0

@@ -77,7 +77,7 @@ class Guard:
                 remedy="Compute them from this batch, whole and alone.",
             )
         self._refuse_new_parameters()
-        self._refuse_statistics()
+        self.refuse_writes()
         self._refuse_other_sources(losses)
 
     def verify(self) -> None:
@@ -106,14 +106,15 @@ class Guard:
                         "another.",
                     )
 
-    def _refuse_statistics(self) -> None:
+    def refuse_writes(self) -> None:
+        """Raise where a forward or backward pass wrote on what the model holds."""
         now = self._all_untrained()
         if len(now) != len(self._untrained) or any(
             part is not before or version != version_before
             for (part, version), (before, version_before) in zip(now, self._untrained, strict=True)
         ):
             raise InputError(
-                "left alone by the forward pass",
+                "left alone by the forward and backward passes",
                 name="the model's buffers and frozen parameters",
                 value="changed",
                 remedy="A running statistic of the data is a release that nobody pays for. "
@@ -121,7 +122,7 @@ class Guard:
             )
         if self._versions not in (None, self._trained_versions()):
             raise InputError(
-                "left alone by the forward pass",
+                "left alone by the forward and backward passes",
                 name="the model's trained parameters",
                 value="changed",
                 remedy="They may change by private gradients alone: what a forward pass writes on "
@@ -202,7 +203,7 @@ class Guard:
 
 def _overwritten() -> InputError:
     return InputError(
-        "left alone by the forward pass",
+        "left alone by the forward and backward passes",
         name="the contents of the model's buffers and parameters",
         value="changed past PyTorch (through .data, numpy or another library)",
         remedy="A statistic of the data is a release that nobody pays for. Changes of your own "

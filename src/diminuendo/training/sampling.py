@@ -219,6 +219,8 @@ class Part(NamedTuple):
     size: int
     parts: int = 1
     """Of how many micro-batches the logical batch consists on this rank."""
+    index: int = 0
+    """Which of them this is, from 0."""
 
 
 class Sampler:
@@ -290,7 +292,7 @@ class Sampler:
                 drawn = groups.one_row_each(drawn, self._seeds, step)
             pieces = _chunks(self._group.share(drawn), self.micro_batch)
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces)))
+                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces), i))
                 yield piece
             step += 1
 

@@ -53,6 +53,12 @@ Policy = Callable[[Released], float]
 """From what was released to the next noise multiplier σ > 0."""
 
 
+_STALE = (
+    "This batch was drawn for step {}, and the next step to take is {}. Call private.batches "
+    "again: it goes on where the steps are."
+)
+
+
 class _Open(NamedTuple):
     """A step that has been paid for and is being summed up."""
 
@@ -133,6 +139,7 @@ class PrivateGradients:
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
+        self._parts_taken = 0
 
     def _watch_learning_rates(self) -> Watch | None:
         if self.plan.lr is None or self.policy is not None:
@@ -201,11 +208,8 @@ class PrivateGradients:
         ):
             if part.first and not self._may_go_on():
                 break
-            if part.first and part.step != self.step:
-                raise UsageError(
-                    f"This batch was drawn for step {part.step + 1}, and the next step to take is "
-                    f"{self.step + 1}. Call private.batches again: it goes on where the steps are."
-                )
+            if part.step != self.step and (part.first or self._open is not None):
+                raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._part = part
             self.guard.watch(part.size, Drawn(source, batch))
             yield batch
@@ -222,15 +226,27 @@ class PrivateGradients:
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
         self.engine.probe_if_due(losses)
+        self.guard.refuse_writes()
         self.begin()
         self._part = None
         if part.first:
-            self._request()
-        if self._open is None:
+            self._abandon()
+        elif self._open is None:
             raise UsageError(
                 "The first part of this batch failed, and its step is over. Draw the next batch."
             )
+        if part.step != self.step:
+            raise UsageError(_STALE.format(part.step + 1, self.step + 1))
+        if part.first:
+            self._request()
+        assert self._open is not None
         clip, total = self._open
+        if part.index != self._parts_taken:
+            raise UsageError(
+                f"Part {part.index + 1} of this batch comes after part {self._parts_taken}: every "
+                "part enters the sum once. Take batches from one private.batches at a time."
+            )
+        self._parts_taken += 1
         with self._or_abandon():
             into = total.start if total.sums is None else total.sums
             self.engine.clipped_sum(
@@ -241,8 +257,10 @@ class PrivateGradients:
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
             )
+            self.guard.refuse_writes()
+            if part.last:
+                self._release(total)
         if part.last:
-            self._release(total)
             self._open = None
 
     def _request(self) -> None:
@@ -260,7 +278,7 @@ class PrivateGradients:
             divisor=self.divisor,
             step=self.step,
         )
-        self._open = _Open(clip, total)
+        self._open, self._parts_taken = _Open(clip, total), 0
         if self.journal is not None:
             with self._or_abandon():
                 planned = self.policy is None

@@ -458,3 +458,17 @@ def test_what_a_certified_sum_needs() -> None:
             assert torch.allclose(a, b, rtol=1e-12)
         assert engine.sensitivity_factor(certified=True) == 1 + 2 * ALLOWANCE
         assert engine.sensitivity_factor(certified=False) == 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Flat(1e-190),
+        lambda: PerLayer([1.0, 1e-162]),
+        lambda: Automatic(1.0, 1e-200),
+        lambda: Automatic(1e250, 1e-100),
+    ],
+)
+def test_bounds_whose_squares_underflow_are_refused(make: Callable[[], Clip]) -> None:
+    with pytest.raises(EngineError, match=r"at least|finite"):
+        make()

@@ -19,10 +19,18 @@ from torch import Tensor
 
 from diminuendo.training.clipping.errors import EngineError
 
+# Squares of smaller numbers underflow, and norms of several parameters would come out too small.
+_LEAST = 2.0**-400
+
 
 def _positive(owner: str, field: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise EngineError(f"{owner}: {field} must be a finite number above 0, got {value!r}")
+    if value < _LEAST:
+        raise EngineError(
+            f"{owner}: {field} must be at least {_LEAST:.1e}, got {value!r}; float64 cannot bound "
+            "rounding errors below that: scale the loss instead"
+        )
 
 
 # Outweighs the roundings of a bound, a quotient and a product in float64.
@@ -76,6 +84,10 @@ class Automatic:
     def __post_init__(self) -> None:
         _positive("Automatic", "bound", self.bound)
         _positive("Automatic", "gamma", self.gamma)
+        if not math.isfinite(self.bound / self.gamma):
+            raise EngineError(
+                f"Automatic: bound / gamma must be finite, got {self.bound!r} / {self.gamma!r}"
+            )
 
     @property
     def sensitivity(self) -> float:
