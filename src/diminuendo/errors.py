@@ -4,6 +4,7 @@
     ├── InputError            a value is wrong (also a ValueError)              2
     │   └── SchemaError       a file was written under another schema version   2
     ├── UsageError            a call came at the wrong moment (a RuntimeError)  2
+    │   └── Proposed          a second person has to agree first                2
     ├── MissingExtra          an optional package is not installed              2
     │                         (also a ModuleNotFoundError)
     ├── EngineError           per-example gradients cannot be computed here     2
@@ -12,8 +13,10 @@
     │   └── MixedExamples     a loss depends on several examples                2
     ├── BudgetRefused         the request costs more than is left               3
     └── LedgerError           the ledger is out of reach, full or damaged       1
+        └── PermissionRefused the database does not let this user do that       1
 
-`EngineError` and its kin are defined in `diminuendo.training.clipping.errors`, all others here.
+`EngineError` and its kin are defined in `diminuendo.training.clipping.errors`, `Proposed` and
+`PermissionRefused` in `diminuendo.ledger`, all others here.
 Each is raised before anything has changed: no work is half-done when one reaches the caller.
 
 Which one to raise: an `InputError` says "Expected NAME to be …, got VALUE. What to do." and is for

@@ -311,4 +311,4 @@ def test_groups_are_a_column_of_the_data(
     capsys.readouterr()
     run_file.write_text(run_file.read_text().replace('"patient"', '"nobody"'))
     assert main(["train", str(run_file)]) == 2
-    assert "'patient'" in capsys.readouterr().err
+    assert "one of patient, x, y, got 'nobody'" in capsys.readouterr().err

@@ -475,7 +475,7 @@ def test_parts_of_another_step_enter_no_sum() -> None:
     take(next(new))
     with pytest.raises(UsageError, match="drawn for step 1"):
         next(old)
-    private._part = Part(private.step, first=False, last=False, size=3, parts=3, index=0)
+    private._part = Part(private.step, first=False, last=False, size=3, parts=3, place=0)
     losses = model(x[:3]).squeeze(1)
     with pytest.raises(UsageError, match="every part enters the sum once"):
         private.backward(losses)

@@ -14,7 +14,7 @@ from diminuendo.budget import SENSITIVITY, Relation
 from diminuendo.cli.options import AsJson, Delta, print_json, print_table, working
 from diminuendo.errors import InputError
 from diminuendo.planning import SCHEMA, Plan
-from diminuendo.report.text import drawing, rounded_up
+from diminuendo.report.text import drawing, rounded_down, rounded_up, whole
 
 _HINT = (
     "One positive noise multiplier for each step: a JSON list, a JSON object or CSV with "
@@ -69,8 +69,8 @@ def account(
         return
     rows = [["epsilon", rounded_up(facts["epsilon"]), "certified upper bound"]]
     if "lower" in facts:
-        rows.append(["not below", f"{facts['lower']:.6g}", "certified lower bound"])
-    rows.append(["delta", f"{delta:g}", schedule.relation])
+        rows.append(["not below", rounded_down(facts["lower"]), "certified lower bound"])
+    rows.append(["delta", whole(delta), schedule.relation])
     rows.append(["steps", f"{facts['steps']:,}", "" if curve is None else drawing(curve)])
     print_table("Accounted", ["", "value", ""], rows)
 

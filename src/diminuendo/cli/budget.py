@@ -14,6 +14,7 @@ from diminuendo.cli.options import (
     print_json,
     print_table,
 )
+from diminuendo.report.text import whole
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +54,7 @@ def budget(
         ["sensitivity", f"{allowed.sensitivity:g} × clip", f"one example, {allowed.relation}"],
     ]
     print_table(
-        f"({allowed.epsilon:g}, {allowed.delta:g}), {conversion} conversion",
+        f"({whole(allowed.epsilon)}, {whole(allowed.delta)}), {conversion} conversion",
         ["", "value", "meaning"],
         rows,
     )

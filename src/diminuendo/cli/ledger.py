@@ -30,7 +30,7 @@ from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import Ledger, Run, Status, mechanisms
 from diminuendo.ledger.process import reclaim_assumption
-from diminuendo.report.text import rounded_up
+from diminuendo.report.text import rounded_down, rounded_up, whole
 
 app = typer.Typer(
     help="Privacy budgets of datasets: who spent how much, and what is left.\n\n"
@@ -104,11 +104,11 @@ def _row(status: Status) -> list[str]:
     left = status.left
     return [
         terms.name,
-        f"({terms.budget.epsilon:g}, {terms.budget.delta:g})",
+        f"({whole(terms.budget.epsilon)}, {whole(terms.budget.delta)})",
         terms.composition if terms.order is None else f"renyi, order {terms.order}",
         terms.unit,
         rounded_up(status.epsilon),
-        "0" if left is None else f"{left.epsilon:.4g}",
+        "0" if left is None else rounded_down(left.epsilon),
         _bar(status.spent),
     ]
 
@@ -122,11 +122,15 @@ def _print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> 
         return
     print_table(f"{words} ({ledger.address})", _COLUMNS, [_row(status)])
     budget = status.terms.budget
+    moment = (
+        f" At this very moment, however it was chosen: ε = {rounded_up(status.odometer)}."
+        if status.odometer < budget.epsilon
+        else ""
+    )
     print(
-        f"Certified whatever was released and whenever a run stops: ε = {budget.epsilon:g} at "
-        f"δ = {budget.delta:g} ({budget.relation}), the limit. At this very moment, however it was "
-        f"chosen: ε = {rounded_up(status.odometer)}. What was charged is ε = "
-        f"{rounded_up(status.epsilon)} only if that amount had been fixed in advance."
+        f"Certified whatever was released and whenever a run stops: ε = {whole(budget.epsilon)} at "
+        f"δ = {whole(budget.delta)} ({budget.relation}), the limit.{moment} What was charged is "
+        f"ε = {rounded_up(status.epsilon)} only if that amount had been fixed in advance."
     )
 
 

@@ -46,7 +46,7 @@ def report(
     target = output or folder / "report.html"
     html.write_page(target, run_report.document(read.plan, read.run, checks, drawn(read.plan)))
     holds = all(check.holds for check in checks)
-    claim = run_report.claim(read.run)
+    claim = run_report.claim(read.run, checks)
     if as_json:
         print_json(
             {

@@ -9,6 +9,8 @@ import math
 from html import escape
 from typing import Any
 
+from diminuendo.planning.text import whole
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
   color: #1b1f24; background: #fff } h1 { font-size: 1.5rem } h2 { margin-top: 2.5rem }
@@ -52,15 +54,21 @@ def _budget(budget: dict[str, Any]) -> str:
         f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget.get('parent'))}"
         f'<div class="bar" role="img" aria-label="{share:.1%} spent">'
         f'<div style="width:{share:.2%}"></div></div>'
-        f"<p><strong>{left:.1%} is left</strong> of ε = {terms['epsilon']:g} at δ = "
-        f"{terms['delta']:g} ({escape(terms['relation'])}, one row is one "
+        f"<p><strong>{left:.1%} is left</strong> of ε = {whole(terms['epsilon'])} at δ = "
+        f"{whole(terms['delta'])} ({escape(terms['relation'])}, one row is one "
         f"{escape(budget['unit'])}). {_forecast(budget['forecast'])}</p>"
         f"<p>Certified, whatever was released and whenever a run stopped: ε = "
-        f"{terms['epsilon']:g}, the limit. At this moment, however it was chosen: ε ≤ "
-        f"{_up(budget['epsilon_odometer'])}. What was charged is ε = "
+        f"{whole(terms['epsilon'])}, the limit.{_moment(budget)} What was charged is ε = "
         f"{_up(budget['epsilon_charged'])} only if that amount had been fixed in advance.</p>"
         f"{_drawing(budget['history'])}{_runs(budget['runs'])}</section>"
     )
+
+
+def _moment(budget: dict[str, Any]) -> str:
+    """Said only where it is the better claim: near the limit the limit is."""
+    if budget["epsilon_odometer"] >= budget["budget"]["epsilon"]:
+        return ""
+    return f" At this moment, however it was chosen: ε ≤ {_up(budget['epsilon_odometer'])}."
 
 
 def _part_of(parent: str | None) -> str:

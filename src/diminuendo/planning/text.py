@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,10 +31,27 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
-def rounded_up(epsilon: float) -> str:
+def rounded_up(value: float) -> str:
     """Six digits, never below the value: a claim must not shrink in print."""
-    digits = Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
-    return f"{digits.normalize():f}" if 1e-4 < epsilon < 1e9 else f"{digits.normalize():e}"
+    return _six_digits(value, ROUND_CEILING)
+
+
+def rounded_down(value: float) -> str:
+    """Six digits, never above the value: for what is left, and for lower bounds."""
+    return _six_digits(value, ROUND_FLOOR)
+
+
+def _six_digits(value: float, rounding: str) -> str:
+    if value == 0:
+        return "0"
+    digits = Context(prec=6, rounding=rounding).create_decimal(Decimal(value)).normalize()
+    return f"{digits:f}" if 1e-4 < value < 1e9 else f"{digits:e}"
+
+
+def whole(value: float) -> str:
+    """All digits of a number that somebody stated, and no more."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def summary(plan: Plan) -> str:
@@ -48,8 +65,8 @@ def summary(plan: Plan) -> str:
         f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
         f"  noise σ      {_line(sigmas)}",
         *rates,
-        f"  privacy      ε = {rounded_up(plan.epsilon)} of {budget.epsilon:g} at δ = "
-        f"{budget.delta:g} ({budget.relation}, {budget.conversion} conversion)",
+        f"  privacy      ε = {rounded_up(plan.epsilon)} of {whole(budget.epsilon)} at δ = "
+        f"{whole(budget.delta)} ({budget.relation}, {budget.conversion} conversion)",
         f"  excess risk  ERUB {number(plan.erub)}, with uniform noise {number(plan.erub_uniform)}"
         f" in {plan.uniform_steps} steps",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
@@ -72,7 +89,7 @@ def _gain_line(plan: Plan) -> list[str]:
     if plan.gain_is_negligible:
         return [
             f"  gain         none to expect: {share}, which is within the error of "
-            f"{100 * plan.gain_error:.2g}%. Uniform noise will do as well."
+            f"{100 * plan.gain_error:.2g}%. Uniform noise may do as well."
         ]
     return [f"  gain         {share} (± {100 * plan.gain_error:.2g}%)"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diminuendo.planning import Plan
 from diminuendo.report import html
-from diminuendo.report.text import rounded_up
+from diminuendo.report.text import rounded_up, whole
 
 if TYPE_CHECKING:
     from diminuendo.report.folder import Check
@@ -39,13 +39,17 @@ def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     return {**public, "plan": plan.digest, "not_covered": not_covered}
 
 
-def claim(run: Mapping[str, Any]) -> str:
-    """The privacy claim in one sentence."""
+def claim(run: Mapping[str, Any], checks: Sequence[Check] = ()) -> str:
+    """The privacy claim in one sentence, or that a check refutes it."""
     if not run["private"]:
         return "NOT PRIVATE: the seed was fixed"
+    refuted = "" if all(check.holds for check in checks) else "THE CLAIM DOES NOT HOLD: "
+    unit = run.get("unit", "example")
     return (
-        f"({rounded_up(run['epsilon'])}, {_delta(run)})-differentially private for "
-        f"{run['relation']} neighbours, against an adversary who sees every noisy gradient"
+        f"{refuted}({rounded_up(run['epsilon'])}, {_delta(run)})-differentially private for "
+        f"{run['relation']} neighbours"
+        + (f" (one {unit})" if unit != "example" else "")
+        + ", against an adversary who sees every noisy gradient"
         + ("; in real arithmetic only (fast noise)" if run.get("noise") == "fast" else "")
     )
 
@@ -53,7 +57,7 @@ def claim(run: Mapping[str, Any]) -> str:
 def _delta(run: Mapping[str, Any]) -> str:
     """δ, and what is added to it for sums whose rounding error may not have been noticed."""
     added = run.get("delta_added")
-    return f"{run['delta']:g} + {rounded_up(added)}" if added else f"{run['delta']:g}"
+    return f"{whole(run['delta'])} + {rounded_up(added)}" if added else whole(run["delta"])
 
 
 def page(plan: Plan, run: Mapping[str, Any]) -> str:
@@ -103,7 +107,9 @@ def document(
     sound = run["private"] and run.get("noise") != "fast" and all(c.holds for c in checks)
     tone = "good" if sound else "warning"
     sections = [
-        html.Section("What is claimed", html.note(claim(run), tone=tone), html.facts(facts_shown)),
+        html.Section(
+            "What is claimed", html.note(claim(run, checks), tone=tone), html.facts(facts_shown)
+        ),
         html.Section("What the claim does not cover", html.bullets(run["not_covered"])),
     ]
     if checks:
@@ -113,4 +119,4 @@ def document(
         )
     drawn = [html.figure(picture, "Noise multiplier and spending by step")] if picture else []
     sections.append(html.Section("The plan", *drawn, html.preformatted(plan.summary())))
-    return html.page("A private training run", sections, lead=claim(run))
+    return html.page("A private training run", sections, lead=claim(run, checks))

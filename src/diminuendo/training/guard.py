@@ -266,7 +266,8 @@ def check_unit(spending: Spending, grouped: bool) -> None:
             name="groups",
             value=None,
             remedy=f"Pass a column that says which {spending.unit} each row belongs to, to fit or "
-            f"to private.batches, and plan with examples = the number of {spending.unit}s.",
+            'to private.batches, or as [data] groups = "NAME" in a run file, and plan with '
+            f"examples = the number of {spending.unit}s.",
         )
 
 

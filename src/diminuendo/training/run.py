@@ -30,6 +30,7 @@ class Result:
     revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
     `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
     noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
+    `unit` is what the claim protects: an example, or with groups a person.
     """
 
     status: Status
@@ -45,6 +46,7 @@ class Result:
     training_loss: float | None = None
     noise: NoiseName = "exact"
     delta_added: float = 0.0
+    unit: str = "example"
     ledger: dict[str, Any] = field(default_factory=dict)
     """Where the spending is on record: ledger, budget, run and chain head."""
 
@@ -138,6 +140,7 @@ class Run:
             seen,
             private.noise,
             private.delta_added,
+            private.unit,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:

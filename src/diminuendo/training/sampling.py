@@ -219,7 +219,7 @@ class Part(NamedTuple):
     size: int
     parts: int = 1
     """Of how many micro-batches the logical batch consists on this rank."""
-    index: int = 0
+    place: int = 0
     """Which of them this is, from 0."""
 
 

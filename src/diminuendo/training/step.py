@@ -140,6 +140,8 @@ class PrivateGradients:
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
         self._parts_taken = 0
+        self.unit = "example"
+        """What the claim protects: an example, or what the rows of one group belong to."""
 
     def _watch_learning_rates(self) -> Watch | None:
         if self.plan.lr is None or self.policy is not None:
@@ -193,6 +195,8 @@ class PrivateGradients:
         source = Source(dataset, precision_of(self.model))
         persons = Groups.of(groups)
         guard.check_unit(self.spending, persons is not None)
+        if persons is not None:
+            self.unit = "group" if self.spending.unit == "example" else self.spending.unit
         self.sampler.check(source, persons)
         self.begin()
         self._abandon()
@@ -241,9 +245,9 @@ class PrivateGradients:
             self._request()
         assert self._open is not None
         clip, total = self._open
-        if part.index != self._parts_taken:
+        if part.place != self._parts_taken:
             raise UsageError(
-                f"Part {part.index + 1} of this batch comes after part {self._parts_taken}: every "
+                f"Part {part.place + 1} of this batch comes after part {self._parts_taken}: every "
                 "part enters the sum once. Take batches from one private.batches at a time."
             )
         self._parts_taken += 1
