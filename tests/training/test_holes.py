@@ -147,6 +147,172 @@ def test_mixtures_in_the_backward_pass(kind: Any, own: bool) -> None:
         _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
 
 
+class Headed(nn.Module):
+    """Two layers with something between or before them; the last may begin with zeros."""
+
+    def __init__(
+        self, before: Callable[[Tensor], Tensor], between: Callable[[Tensor], Tensor], zeros: bool
+    ) -> None:
+        super().__init__()
+        self.before, self.between = before, between
+        self.first, self.last = nn.Linear(D, 8), nn.Linear(8, 3)
+        if zeros:
+            nn.init.zeros_(self.last.weight)
+            nn.init.zeros_(self.last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.first(self.before(x))))
+        return out
+
+
+def _squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets.unsqueeze(1)).square().sum(1)
+
+
+@pytest.mark.parametrize("loss", [LOSS, _squares])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_last_layer_of_zeros_hides_no_mixture(loss: Any, own: bool) -> None:
+    model, plan = Headed(lambda x: x - x.mean(0), torch.relu, zeros=True), LINEAR.plan(steps=3)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, plan)) if own else run(model, plan, loss=loss)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.saved_tensors[0].mean()
+
+
+def _straight_through(rows: Tensor) -> Tensor:
+    scaled = rows * rows.detach().mean()
+    return scaled + (rows - scaled).detach()
+
+
+def _scaled_by_a_hook(rows: Tensor) -> Tensor:
+    out, factor = rows.clone(), rows.detach().mean()
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+    return out
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [_straight_through, _scaled_by_a_hook, lambda rows: _Scaled.apply(rows)],  # type: ignore[no-untyped-call]
+    ids=["straight through", "hook", "function"],
+)
+def test_gradients_that_depend_on_values_of_other_examples(
+    kind: Any, own: bool, zeros: bool
+) -> None:
+    model, plan = Headed(lambda x: x, kind, zeros), LINEAR.plan(steps=3)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_whose_gradients_depend_on_values_of_other_examples() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return _straight_through(LOSS(outputs, targets))
+
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        run(LINEAR.model(), LINEAR.plan(steps=3), loss=loss)
+
+
+class WithItsGenerator(nn.Module):
+    def __init__(self, only_training: bool) -> None:
+        super().__init__()
+        self.only_training = only_training
+        self.linear, self.generator = nn.Linear(D, 3), torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(0)
+        if self.training or not self.only_training:
+            x = x + 0.1 * torch.randn(x.shape, generator=self.generator)
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Unrepeatable(nn.Module):
+    """Noise from a generator that nobody finds, while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(D, 3), [torch.Generator()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.hidden[0]) if self.training else 0.0
+        out: Tensor = self.linear(x - x.mean(0) + noise)
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: WithItsGenerator(True), lambda: WithItsGenerator(False), Unrepeatable]
+)
+def test_random_numbers_of_its_own_hide_no_mixture(make: Any, own: bool) -> None:
+    model, plan = make(), LINEAR.plan(steps=3)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, plan)) if own else run(model, plan)
+    assert model.training
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, mix: bool) -> None:
+        super().__init__()
+        self.mix, self.linear = mix, nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, *, others: Tensor, shared: Tensor | None = None) -> Tensor:
+        rows = x + others - (others.mean(0) if self.mix else 0)
+        out: Tensor = self.linear(rows if shared is None else rows @ shared)
+        return out
+
+
+def test_mixtures_in_another_argument_of_a_call() -> None:
+    for mix in (True, False):
+        private = PrivateGradients(TwoInputs(mix), LINEAR.plan(steps=3))
+        for x, y in private.batches(LINEAR.data()):
+            if mix:
+                with pytest.raises(dim.DiminuendoError, match=MIXED):
+                    private.model(x, others=x * 1.0)
+                break
+            private.backward(LOSS(private.model(x, others=x * 1.0), y))
+
+
+def test_what_all_examples_share_may_have_as_many_rows_as_the_batch() -> None:
+    data = (torch.randn(D, D), torch.randint(0, 3, (D,)))
+    private = PrivateGradients(TwoInputs(False), LINEAR.plan(steps=3, examples=D))
+    for x, y in private.batches(data):
+        private.backward(LOSS(private.model(x, others=x * 1.0, shared=torch.rand(D, D)), y))
+    assert private.step == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_of_small_numbers(own: bool) -> None:
+    model = Mixing(lambda _, rows: 1e-9 * (rows - rows.mean(0)), before=False)
+    plan = LINEAR.plan(steps=3)
+    if own:
+        with pytest.raises(dim.DiminuendoError, match=MIXED):
+            looped(PrivateGradients(model, plan))
+        return
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        run(model, plan, loss=lambda outputs, y: outputs[range(len(y)), y])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_where_gradients_are_wanted(own: bool) -> None:
+    model = Headed(
+        lambda x: x - x.mean(0) if torch.is_grad_enabled() else x, torch.relu, zeros=False
+    )
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        _ = looped(PrivateGradients(model, sampled())) if own else run(model, sampled())
+
+
 class Tokens(nn.Module):
     """Mixes examples after an embedding that is frozen: whole numbers have no gradients."""
 
@@ -202,16 +368,16 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("own", ["fit", "drawn", "full batch"])
 def test_what_the_forward_pass_writes(kind: str, own: str) -> None:
     model, plan, (x, y) = Writes(kind), LINEAR.plan(steps=3), LINEAR.data()
+    said = MIXED if "weight" in kind else "left alone"  # a weight mixes what comes after it
     if own == "fit":
-        with pytest.raises(dim.InputError, match="left alone"):
+        with pytest.raises(dim.InputError, match=said):
             run(model, plan)
         return
     private = PrivateGradients(model, plan)
     if own == "drawn":
         x, y = next(private.batches((x, y)))
-    losses = LOSS(model(x), y)
-    with pytest.raises(dim.InputError, match="left alone"):
-        private.backward(losses)
+    with pytest.raises(dim.InputError, match=said):
+        private.backward(LOSS(model(x), y))
     assert private.spending.steps == 0
 
 
@@ -319,6 +485,18 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "bfloat16": (Halves, lambda: torch.randn(N, D)),
     "its own randomness": (Noisy, lambda: torch.randn(N, D)),
+    "a last layer of zeros": (
+        lambda: Headed(lambda x: x, torch.relu, zeros=True),
+        lambda: torch.randn(N, D),
+    ),
+    "weight norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, 3)),
+        lambda: torch.randn(N, D),
+    ),
+    "overflow far away": (
+        lambda: Headed(lambda x: x, torch.exp, zeros=False),
+        lambda: torch.randn(N, D),
+    ),
     "constant data": (lambda: nn.Linear(D, 3), lambda: torch.zeros(N, D)),
 }
 

@@ -201,7 +201,8 @@ def _losses(
             yield torch.zeros(0, device=device)
             continue
         if shapes.new(x, model.training):
-            refuse_mixing(model, loss, x, y, shapes.others(x))
+            with private.engine.unrecorded():
+                refuse_mixing(model, loss, x, y, shapes.others(x))
         outputs = private.model(x)
         private.guard.expect(outputs)
         yield loss(outputs, y)

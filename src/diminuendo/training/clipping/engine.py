@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any
@@ -199,8 +199,15 @@ class Engine:
     ) -> None:
         self.close()
 
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Within, the model runs as if no engine were attached."""
+        return self._tape.pause()
+
     def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
-        """Have ``look(args, kwargs)`` called before every recorded call of the whole model."""
+        """Have ``look(args, kwargs)`` called before every recorded call of the whole model.
+
+        What it does with the model itself is not recorded.
+        """
         self._root.before = look
 
     def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -218,6 +218,15 @@ class Tape:
             _RUNNING.remove(self)
             self.arrive = None
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Layers within leave no pieces: they run as they are."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
     def recording(self) -> bool:
         """Whether layers should leave pieces now."""
         return not self.paused and torch.is_grad_enabled()

@@ -294,7 +294,8 @@ class Root:
         self, call: Callable[..., Any], model: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         if self.before is not None:
-            self.before(args, kwargs)
+            with self.tape.pause():
+                self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
         examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
         self.shape = tuple(

@@ -1,0 +1,175 @@
+"""Rows of a batch that are kept while others are replaced, and what becomes of them.
+
+Nothing here knows what is computed from the rows: `probe` does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# What a row may change by, relative to its size and that of its column (1 at most): kernels may
+# round differently where shapes depend on the data. And what a gradient may, relative to its size.
+_LOOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_LOOSE_HALF = 2e-2
+_LOOSE_GRADIENT = {torch.float64: 1e-8, torch.float32: 1e-3}
+_LOOSE_GRADIENT_HALF = 1e-1
+ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+
+
+def has_rows(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def near(parameter: Tensor) -> Tensor:
+    """A parameter a tenth away; where it is zero, one as large as layers begin with."""
+    whole = parameter.detach()
+    generator = torch.Generator(whole.device)  # its own: the user's random numbers stay as they are
+    generator.seed()
+    size = whole.float().square().mean().sqrt().nan_to_num(0.0)
+    fan = max(whole[0].numel(), 1) if whole.dim() > 1 else 1
+    scale = torch.where(size > 0, 0.1 * size, fan**-0.5)
+    noise = torch.randn(whole.shape, generator=generator, device=whole.device)
+    return (whole + (noise * scale).to(whole.dtype)).requires_grad_(True)
+
+
+def gradient(answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """That of the kept rows, in a sum with fixed random weights; empty where there is none."""
+    total: Tensor | None = None
+    for part in answers:
+        if not (part.requires_grad and part.is_floating_point() and has_rows(part, len(keep))):
+            continue
+        generator = torch.Generator(part.device).manual_seed(0)
+        weights = torch.randn(part.shape, generator=generator, device=part.device)
+        kept = keep.to(part.device)
+        term = (part[kept] * weights[kept]).sum()
+        total = term if total is None else total + term
+    if total is None:
+        return []
+    try:
+        grads = torch.autograd.grad(
+            total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+    except ERRORS:  # a backward pass that cannot be asked for single gradients
+        return []
+    return list(grads)
+
+
+def moved(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Whether gradients of kept rows are others now.
+
+    What is replaced may overflow, and zero times infinity reaches every row: only finite
+    gradients tell.
+    """
+    if len(before) != len(after):
+        return False
+    sizes = [float(grad.abs().max()) if grad.numel() else 0.0 for grad in before]
+    largest = max([size for size in sizes if math.isfinite(size)], default=0.0)
+    for grad, now, size in zip(before, after, sizes, strict=True):
+        if not math.isfinite(size) or not bool(now.isfinite().all()):
+            continue
+        loose = _LOOSE_GRADIENT.get(_coarsest(grad), _LOOSE_GRADIENT_HALF)
+        # some gradients are zero but for roundings (of a bias before a softmax, say)
+        allowed = loose * (size + 1e-3 * largest)
+        if grad.numel() and float((now.double() - grad.double()).abs().max()) > allowed:
+            return True
+    return False
+
+
+def differs(base: list[Tensor], other: list[Tensor]) -> bool:
+    return not all(map(torch.equal, base, other))
+
+
+def halves(size: int) -> list[Tensor]:
+    """A random half of the rows, and the other half."""
+    generator = torch.Generator()  # its own: the user's random numbers stay as they are
+    generator.seed()
+    keep = torch.zeros(size, dtype=torch.bool, device="cpu")
+    keep[torch.randperm(size, generator=generator, device="cpu")[: size // 2]] = True
+    return [keep, ~keep]
+
+
+def replacements(inputs: tuple[Tensor, ...], keep: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Other rows of the batch in place of those not kept; then random ones far from them.
+
+    Those in the first tensor of floats, and in all.
+    """
+    rolled = [_where(keep, part, part.roll(1, 0)) for part in inputs]
+    yield tuple(rolled)
+    floats = [i for i, part in enumerate(inputs) if part.is_floating_point() and part.numel()]
+    for places in [floats[:1], floats] if len(floats) > 1 else [floats[:1]] if floats else []:
+        others = list(rolled)
+        for place in places:
+            others[place] = _where(keep, inputs[place], _far(inputs[place]))
+        yield tuple(others)
+
+
+def _far(rows: Tensor) -> Tensor:
+    scale = rows.float().std(correction=0).nan_to_num(1.0).clamp(min=1e-3, max=1e3)
+    return (torch.randn(rows.shape, device=rows.device) * scale + 100 * scale).to(rows.dtype)
+
+
+def _where(keep: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    return torch.where(keep.to(rows.device).view(-1, *[1] * (rows.dim() - 1)), rows, others)
+
+
+def changed(base: list[Tensor], other: list[Tensor], keep: Tensor) -> bool:
+    """Whether rows that were kept and finite have other values."""
+    if [part.shape for part in base] != [part.shape for part in other]:
+        return True
+    for before, after in zip(base, other, strict=True):
+        kept = keep.to(before.device) if len(before) == len(keep) else slice(None)
+        rows, now = before[kept], after[kept]
+        if not rows.is_floating_point():
+            if not torch.equal(rows, now):
+                return True
+            continue
+        loose = _LOOSE.get(_coarsest(rows), _LOOSE_HALF)
+        exact = rows.double()
+        size = exact.nan_to_num(0.0, 0.0, 0.0).abs().mean(0).clamp(max=1.0)
+        off = (now.double() - exact).abs() > loose * (size + exact.abs())
+        if bool((rows.isfinite() & (off | ~now.isfinite())).any()):
+            return True
+    return False
+
+
+def _coarsest(part: Tensor) -> torch.dtype:
+    device = part.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else part.dtype
+
+
+@contextmanager
+def same_randomness(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
+    """A function that sets the generators back to where they were; in the end they are there."""
+    cuda = [device] if device.type == "cuda" else []
+    numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  a model may use them
+    own = [
+        (part, part.get_state())
+        for module in model.modules()
+        for part in vars(module).values()
+        if isinstance(part, torch.Generator)
+    ]
+    with torch.random.fork_rng(cuda):
+        start = torch.get_rng_state()
+        starts = [torch.cuda.get_rng_state(each) for each in cuda]
+
+        def rewind() -> None:
+            random.setstate(numbers)
+            np.random.set_state(arrays)  # noqa: NPY002
+            torch.set_rng_state(start)
+            for generator, state in own:
+                generator.set_state(state)
+            for each, state in zip(cuda, starts, strict=True):
+                torch.cuda.set_rng_state(state, each)
+
+        try:
+            yield rewind
+        finally:
+            rewind()
