@@ -294,7 +294,7 @@ def test_what_all_examples_share_may_have_as_many_rows_as_the_batch() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_mixtures_of_small_numbers(own: bool) -> None:
-    model = Mixing(lambda _, rows: 1e-9 * (rows - rows.mean(0)), before=False)
+    model = Mixing(lambda _, rows: 1e-9 * (rows - rows.detach().mean(0)), before=False)
     plan = LINEAR.plan(steps=3)
     if own:
         with pytest.raises(dim.DiminuendoError, match=MIXED):
