@@ -9,7 +9,7 @@ import torch
 from naive import compare
 from torch import Tensor, nn
 
-import diminuendo.training.clipping.engine as core
+import diminuendo.training.clipping.reports as core
 from diminuendo.training.clipping.layers import conv
 
 randn = torch.randn

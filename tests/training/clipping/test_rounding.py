@@ -275,13 +275,18 @@ def test_sums_of_many_examples_are_as_close_as_they_claim(aligned: bool) -> None
     model = nn.Sequential(nn.Linear(80, 96), nn.ReLU(), nn.Linear(96, 64))
     x = torch.rand(700, 80) + 0.5 if aligned else torch.randn(700, 80)
     with Engine(model) as engine:
-        result = engine.clipped_sum(model(x).sum(1), Flat(1e-3), certify=True)
         rough = engine.clipped_sum(model(x).sum(1), Flat(1e-3))
         engine._summation.precise = dict.fromkeys(range(4), 9)
         exact = engine.clipped_sum(model(x).sum(1), Flat(1e-3), certify=True)
-    error = math.hypot(*((a - b).norm() for a, b in zip(result.sums, exact.sums, strict=True)))
-    assert error <= ALLOWANCE * 1e-3
-    assert aligned or error > 0, "the quick sums were good enough"
+        errors = []
+        for _ in range(3 if aligned else 30):
+            engine._summation.precise = {}
+            result = engine.clipped_sum(model(x).sum(1), Flat(1e-3), certify=True)
+            pairs = zip(result.sums, exact.sums, strict=True)
+            errors.append(math.hypot(*((a - b).norm() for a, b in pairs)))
+    assert max(errors) <= ALLOWANCE * 1e-3
+    # The random vectors pass a good quick sum more often than not: 30 refusals are 1 in 10^7.
+    assert aligned or max(errors) > 0, "the quick sums were good enough"
     assert all(part.dtype == torch.float64 for part in result.sums)
     for a, b in zip(rough.sums, exact.sums, strict=True):
         assert torch.allclose(a.double(), b, rtol=1e-3, atol=1e-5)
