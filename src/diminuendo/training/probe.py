@@ -235,7 +235,8 @@ class _Trial:
     ) -> _Pass:
         rewind()
         answers = self._values(self._call, [part.clone() for part in inputs])
-        values = [part.detach().clone() if part.dim() else part.reshape(1) for part in answers]
+        copies = [part.detach().clone() for part in answers]
+        values = [part if part.dim() else part.reshape(1) for part in copies]
         return _Pass(values, [gradient(answers, keep, self._leaves) for keep in keeps])
 
 
