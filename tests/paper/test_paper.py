@@ -7,11 +7,13 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from diminuendo.cli import main
 from diminuendo.errors import InputError
@@ -38,6 +40,15 @@ TINY = Setting(
 class Reproduced(NamedTuple):
     folder: Path
     results: Results
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_before_other_fixtures() -> Iterator[None]:
+    """Runs that are compared add up in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
