@@ -108,7 +108,7 @@ def test_mixtures_of_examples(kind: str, before: bool) -> None:
     model = Mixing(MIXTURES[kind], before=before)
     state = {name: part.clone() for name, part in model.state_dict().items()}
     with pytest.raises(dim.DiminuendoError, match=MIXED):
-        run(model, sampled())
+        run(model, sampled(), seed=1)  # whose first draw has rows enough to mix
     assert all(torch.equal(part, state[name]) for name, part in model.state_dict().items())
 
 
