@@ -17,6 +17,7 @@ from diminuendo.cli import (
     bounds,
     budget,
     ledger,
+    page,
     plan,
     report,
     reproduce,
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report):
+for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report, page):
     _command.register(app)
 
 
