@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
-_OPTIONS = [
+_OPTIONS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -22,7 +22,7 @@ _OPTIONS = [
     "--disable-component-update",
     "--no-first-run",
     "--remote-debugging-pipe",
-]
+)
 
 
 class Browser:
@@ -54,6 +54,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
+        self.send("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def __enter__(self) -> Browser:
         return self
@@ -137,7 +138,9 @@ class Browser:
         code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9,
                 "Home": 36, "End": 35, " ": 32}[key]  # fmt: skip
         for kind in ("rawKeyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A screenshot, of the whole page or of the window."""

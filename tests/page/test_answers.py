@@ -17,6 +17,7 @@ from diminuendo.cli import main
 from diminuendo.page import Settings, answer, exports, running
 from diminuendo.page.answers import drawn_steps, make_plan
 from diminuendo.page.settings import MOST_STEPS
+from diminuendo.planning import mismatch
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -97,7 +98,7 @@ def test_the_price_of_other_learning_rates() -> None:
     made, warned = make_plan(settings)
     costs = {one["used"]: one for one in answer(settings, made, warned)["mismatches"]}
     assert set(costs) == {"constant", "linear"}
-    expected = dim.planning.mismatch(made, np.ones(50))  # type: ignore[attr-defined]
+    expected = mismatch(made, np.ones(50))
     assert expected is not None
     assert costs["constant"]["uniform"] == expected.over_uniform
 
@@ -143,7 +144,13 @@ def test_limits(wrong: Any, named: str) -> None:
 
 
 def test_auto_does_not_ask_for_a_million_steps() -> None:
-    huge = {"known": "kappa", "kappa": 1e6, "steps": "auto", "examples": 10**9, "parameters": 10}
+    huge: dict[str, Any] = {
+        "known": "kappa",
+        "kappa": 1e6,
+        "steps": "auto",
+        "examples": 10**9,
+        "parameters": 10,
+    }
     with pytest.raises(dim.InputError, match="the bound asks for"):
         make_plan(Settings(**huge, clip=1.0))
 

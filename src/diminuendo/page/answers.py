@@ -141,7 +141,7 @@ def _gamma(made: Plan, settings: Settings) -> float | None:
 
 def _mismatches(made: Plan, settings: Settings) -> list[Mapping[str, Any]]:
     """What training with other learning rates than planned would cost, for each named shape."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for name in ("constant", "linear", "cosine"):
         if name == settings.lr or made.steps == 1:
             continue

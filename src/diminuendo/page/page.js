@@ -35,9 +35,9 @@
     const slider = Object.assign(document.createElement("input"), { type: "range", min: 0, max: 200, step: 1 });
     slider.setAttribute("aria-label", `${row.querySelector("label").textContent.trim()}, slider`);
     row.querySelector("label").after(box, slider);
-    const follow = () => {
+    const follow = (moved = false) => {  // a slider that moved stays where it is: the box holds a rounded number
       const at = Math.min(Math.max(kind.at(Number(box.value), Number(from), Number(to)), 0), 1);
-      slider.value = Number.isFinite(at) ? Math.round(200 * at) : 0;
+      if (!moved) slider.value = Number.isFinite(at) ? Math.round(200 * at) : 0;
       slider.style.setProperty("--at", `${slider.value / 2}%`);
       slider.setAttribute("aria-valuetext", box.value);
     };
@@ -48,7 +48,7 @@
       if (scale === "gamma") value = rounded(value, 6);
       if (whole) value = Math.round(value);
       box.value = plain(Math.min(Math.max(value, least), most));
-      follow();
+      follow(true);
       changed();
     });
     rows[name] = { box, slider, follow, whole };
