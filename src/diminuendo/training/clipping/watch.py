@@ -9,6 +9,7 @@ for are not watched inside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -294,6 +295,7 @@ class Root:
 
         watched = torch.compiler.disable(self._watched)  # type: ignore[no-untyped-call]
 
+        @functools.wraps(original)  # whoever asks for the arguments gets the model's own
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self is not model or not root.tape.recording() or root.tape.watcher is not None:
                 return call(self, *args, **kwargs)
