@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from diminuendo import _progress, _validate
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
 from diminuendo.influence.measured import mark, origin_of
 from diminuendo.replicas.engine import train
@@ -35,7 +35,7 @@ OBJECTIVES = ("train-loss", "test-loss")
 
 
 def tune(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     shape: Shape,
     *,
     families: Sequence[str] = ("uniform", "exponential"),
@@ -71,7 +71,7 @@ def tune(
     storage     a database URL, or a file ending in .journal, which several machines may share
     name        the study's name in the storage
     """
-    space = space or Space()
+    budget, space = as_budget(budget), space or Space()
     for family in families:
         check_family(family, space, "families")
     if not families or len(set(families)) != len(families):
