@@ -82,31 +82,26 @@ class Judge:
         return float(np.mean(self.runs(candidate, repeats)))
 
     def _train(self, candidates: Sequence[Candidate], numbers: range) -> None:
-        """Train what has not been trained; models one after the other, runs of each as one."""
+        """Train what has not been trained; runs of one model on one set as one: the data then
+        stay in the cache.
+        """
         sets = self.held_out if numbers.start >= FIRST_HELD_OUT_SEED else self.search
-        places = {number: (number - numbers.start) % len(sets.train) for number in numbers}
         left = defaultdict(list)
         for candidate in dict.fromkeys(candidates):
             for number in numbers:
                 if (candidate, number) not in self.done:
-                    left[candidate.model].append((candidate, number))
+                    place = (number - numbers.start) % len(sets.train)
+                    left[candidate.model, place].append((candidate, number))
         share = sets.examples / self.examples
-        for name, pairs in left.items():
-            used = sorted({places[number] for _, number in pairs})
-            replicas = [
-                candidate.replica(
-                    self.budget,
-                    seed=self.seed + number,
-                    data=used.index(places[number]),
-                    share=share,
-                )
-                for candidate, number in pairs
-            ]
+        for (name, place), pairs in left.items():
             outcomes = train(
                 self.models[name],
-                [sets.train[i] for i in used],
-                replicas,
-                evaluate={"test": [sets.test[i] for i in used]} if sets.test else None,
+                sets.train[place],
+                [
+                    candidate.replica(self.budget, seed=self.seed + number, share=share)
+                    for candidate, number in pairs
+                ],
+                evaluate={"test": sets.test[place]} if sets.test else None,
                 device=self.device,
                 progress=False,
             )

@@ -220,7 +220,7 @@ class Candidate:
         turn = np.pi * np.arange(self.steps) / max(self.steps - 1, 1)
         return np.asarray(self.lr_fall + (1 - self.lr_fall) * (1 + np.cos(turn)) / 2)
 
-    def replica(self, budget: Budget, *, seed: int, data: int, share: float = 1.0) -> Replica:
+    def replica(self, budget: Budget, *, seed: int, share: float = 1.0) -> Replica:
         """One training run with these settings, for `replicas.train`.
 
         share   examples of its training set over those that the settings are for: σ_t is multiplied
@@ -233,7 +233,6 @@ class Candidate:
             clip=self.clip,
             beta=self.momentum,
             seed=seed,
-            data=data,
             sampling_rate=min(1.0, self.sampling_rate / share),
             clipping=self.clipping,
         )
