@@ -220,9 +220,10 @@ class Candidate:
         turn = np.pi * np.arange(self.steps) / max(self.steps - 1, 1)
         return np.asarray(self.lr_fall + (1 - self.lr_fall) * (1 + np.cos(turn)) / 2)
 
-    def replica(self, budget: Budget, *, seed: int, share: float = 1.0) -> Replica:
+    def replica(self, budget: Budget, *, seed: int, data: int = 0, share: float = 1.0) -> Replica:
         """One training run with these settings, for `replicas.train`.
 
+        data    the index of its training set
         share   examples of its training set over those that the settings are for: σ_t is multiplied
                 by it and the sampling rate divided, so that the noise of a step stays what it is
         """
@@ -233,6 +234,7 @@ class Candidate:
             clip=self.clip,
             beta=self.momentum,
             seed=seed,
+            data=data,
             sampling_rate=min(1.0, self.sampling_rate / share),
             clipping=self.clipping,
         )
