@@ -138,6 +138,11 @@ class DigitSource:
         return [one.train for one in drawn], [one.test for one in drawn]
 
     @cached_property
+    def _pools(self) -> dict[int, Pool]:
+        """The last pool of public images."""
+        return {}
+
+    @cached_property
     def _kept(self) -> dict[int, tuple[int, list[Sample]]]:
         """The public samples of the last N, since several models are tuned on them."""
         return {}
@@ -148,8 +153,9 @@ class DigitSource:
         classes = np.unique(self.public.labels)
         chosen = np.sort(chance.permutation(classes)[: self.classes])
         task = Task(name=f"public {self.name}", digits=tuple(int(c) for c in chosen))
-        pool = data.pool(self.public, task)
-        sample = data.draw(pool, examples, seed)
+        if self.classes not in self._pools or self._pools[self.classes].task.digits != task.digits:
+            self._pools[self.classes] = data.pool(self.public, task)
+        sample = data.draw(self._pools[self.classes], examples, seed)
         rows = torch.from_numpy(chance.permutation(len(sample.test[1]))[:_TESTS])
         return Sample(sample.train, (sample.test[0][rows], sample.test[1][rows]))
 

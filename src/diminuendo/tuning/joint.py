@@ -95,6 +95,7 @@ def search(
         pool.update(zip(new, judge.means(new, effort.repeats).tolist(), strict=True))
 
     add(proposals.first(judge.models))
+    add([probe for one in _best(pool, everything[0])[:1] for probe in proposals.probes(one)])
     tell(1 / stages)
     for number in range(effort.rounds):
         left = number / max(effort.rounds - 1, 1)

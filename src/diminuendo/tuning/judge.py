@@ -94,13 +94,14 @@ class Judge:
                     left[candidate.model, place].append((candidate, number))
         share = sets.examples / self.examples
         for (name, place), pairs in left.items():
+            replicas = [
+                candidate.replica(self.budget, seed=self.seed + number, share=share)
+                for candidate, number in pairs
+            ]
             outcomes = train(
                 self.models[name],
                 sets.train[place],
-                [
-                    candidate.replica(self.budget, seed=self.seed + number, share=share)
-                    for candidate, number in pairs
-                ],
+                replicas,
                 evaluate={"test": sets.test[place]} if sets.test else None,
                 device=self.device,
                 progress=False,

@@ -77,6 +77,38 @@ class Proposals:
             model=model,
         )
 
+    def probes(self, candidate: Candidate) -> list[Candidate]:
+        """The candidate with one choice more, or two: so that each has been tried at least once."""
+        found = []
+        faded = self._faded(candidate, 0.6)
+        if self._open("fall"):
+            found += [faded, self._faded(candidate, 0.8)]
+        if self._open("lr_shape"):
+            for shape in _names(self.space.lr_shape):
+                if shape != "constant":
+                    found += [self._fallen(candidate, shape, 0.3), self._fallen(faded, shape, 0.6)]
+        if self._open("momentum"):
+            found.append(replace(candidate, momentum=_inside(self.space.momentum, 0.5)))
+        if self._open("clipping"):
+            rules: Any = _names(self.space.clipping)
+            found += [replace(candidate, clipping=rule) for rule in rules]
+        return found
+
+    def _faded(self, c: Candidate, fall: float) -> Candidate:
+        fall = _inside(self.space.fall, fall)
+        uniform = fall == 1
+        return replace(
+            c, fall=None if uniform else fall, family="uniform" if uniform else "exponential"
+        )
+
+    def _fallen(self, c: Candidate, shape: str, fall: float) -> Candidate:
+        """With a falling learning rate that covers about the same path."""
+        fall = _inside(self.space.lr_fall, fall)
+        lr = c.lr
+        if c.lr_shape == "constant" and self._open("lr"):
+            lr = _inside(self.space.lr, _short(lr * 2 / (1 + fall)))
+        return replace(c, lr_shape=shape, lr_fall=fall, lr=lr)
+
     def near(self, candidate: Candidate, scale: float) -> Candidate:
         """A neighbour: one to three settings moved, by about `scale` in (0, 1]."""
         moves = [name for name in _MOVES if self._open(name)]
@@ -111,12 +143,7 @@ class Proposals:
         return replace(c, clip=clip, lr=lr)
 
     def _fall(self, c: Candidate, scale: float) -> Candidate:
-        fall = _moved(self.space.fall, c.fall or 1.0, 0.4 * scale, self.chance)
-        return (
-            replace(c, fall=None, family="uniform")
-            if fall == 1
-            else replace(c, fall=fall, family="exponential")
-        )
+        return self._faded(c, _moved(self.space.fall, c.fall or 1.0, 0.4 * scale, self.chance))
 
     def _lr_shape(self, c: Candidate, scale: float) -> Candidate:
         del scale
@@ -125,11 +152,7 @@ class Proposals:
             return replace(c, lr_shape=shape, lr_fall=1.0)
         if c.lr_shape != "constant":
             return replace(c, lr_shape=shape)
-        fall = _inside(self.space.lr_fall, float(self.chance.choice([0.05, 0.2, 0.5])))
-        lr = c.lr
-        if self._open("lr"):
-            lr = _inside(self.space.lr, _short(lr * 2 / (1 + fall)))
-        return replace(c, lr_shape=shape, lr_fall=fall, lr=lr)
+        return self._fallen(c, shape, float(self.chance.choice([0.05, 0.2, 0.5])))
 
     def _lr_fall(self, c: Candidate, scale: float) -> Candidate:
         if c.lr_shape == "constant":
