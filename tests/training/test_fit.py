@@ -490,15 +490,28 @@ def test_old_arguments_work_and_say_what_to_write(tmp_path: Path) -> None:
             checkpoint_every=5,
         )
     assert (tmp_path / "run" / "checkpoint.pt").exists()
+    seen: list[int] = []
+    old: dict[str, tuple[Any, str]] = {
+        "workers": (0, r"Compute\(workers"),
+        "micro_batch": (7, r"Compute\(micro_batch"),
+        "after_step": (lambda step, private: seen.append(step), r"Progress\(after_step"),
+        "reveal_training_loss": (True, r"Progress\(reveal_training_loss"),
+    }
+    for name, (value, instead) in old.items():
+        options: dict[str, Any] = {"loss": LOSS, "lr": 0.5, "progress": False, name: value}
+        with pytest.warns(DeprecationWarning, match=instead):
+            result = fit(make_model(), make_data(), make_plan(), **options)
+        assert result.revealed is (name == "reveal_training_loss")
+    assert seen == list(range(1, STEPS + 1))
     ledger = dim.Ledger(tmp_path / "ledger.sqlite")
     (tmp_path / "data").write_text("1 2 3")
     tied_to = dim.ledger.identify(tmp_path / "data")
     ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=tied_to)
-    options = {"ledger": ledger, "budget": "b"}
+    paid = {"ledger": ledger, "budget": "b"}
     with pytest.raises(dim.InputError, match="the data of the budget"):
-        run(make_model(), make_plan(), **options)
+        run(make_model(), make_plan(), **paid)
     with pytest.warns(DeprecationWarning, match=r"ledger\.pay"):
-        assert run(make_model(), make_plan(), source=tmp_path / "data", **options).status == "done"
+        assert run(make_model(), make_plan(), source=tmp_path / "data", **paid).status == "done"
     with pytest.raises(TypeError, match="colour"):
         run(make_model(), make_plan(), colour="red")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
-from diminuendo.training.progress import bar
+from diminuendo.training.progress import Progress, bar
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
 
@@ -88,10 +88,8 @@ class Run:
         loss: Loss,
         *,
         groups: Any = None,
-        workers: int,
-        progress: bool,
-        reveal: bool,
-        after_step: Callable[[int, PrivateGradients], None] | None,
+        workers: int = 0,
+        progress: Progress,
     ) -> Result:
         """Every step that the plan and the budget allow, or until a signal asks to stop."""
         private = self._private
@@ -100,7 +98,7 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
-        with stop_signals() as stopped, bar(progress, private) as advance:
+        with stop_signals() as stopped, bar(progress.shown, private) as advance:
             try:
                 self._save_when_due()
                 for losses in _losses(private, loss, data, groups, workers):
@@ -112,9 +110,9 @@ class Run:
                         continue
                     if self._lr_scheduler is not None:
                         self._lr_scheduler.step()
-                    if after_step is not None:
-                        after_step(private.step, private)
-                    seen = _mean(losses) if reveal else None
+                    if progress.after_step is not None:
+                        progress.after_step(private.step, private)
+                    seen = _mean(losses) if progress.reveal_training_loss else None
                     advance(seen)
                     if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
@@ -136,7 +134,7 @@ class Run:
             private.spending.budget.relation,
             private.private,
             private.lost,
-            reveal,
+            progress.reveal_training_loss,
             seen,
             private.noise,
             private.delta_added,

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +200,7 @@ def test_terms_that_cancel_are_clipped_all_the_same(kind: str, scale: float) -> 
         weights = torch.randn(tokens, width)
         weights -= weights.mean(0)
         near = torch.randn(1, 1, width) + 1e-4 * torch.randn(1, tokens, width)
+        model: nn.Module
         if kind == "linear":
             model, x = nn.Linear(width, width, bias=False), near * scale
         elif kind == "embedding":
@@ -311,7 +313,7 @@ def test_checkpointing(reentrant: bool) -> None:
             return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
 
     model, x = Saving(), torch.randn(4, 3, 6)
-    grads = []
+    grads: list[list[Any]] = []
     for i in range(4):
         value = batch_loss(model, (x[i : i + 1],)).sum()
         model.zero_grad()
@@ -542,6 +544,7 @@ def test_compiled_model(first: str, backend: str) -> None:
     with Engine(model) as engine:
         expected = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
     torch._dynamo.reset()
+    compiled: Any
     if first == "engine":
         engine = Engine(model)
         compiled = torch.compile(model, backend=backend)
