@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
@@ -136,3 +137,15 @@ def test_the_statement_comes_before_anything_is_spent(tmp_path: Path) -> None:
 
 def test_searches_without_us_say_nothing() -> None:
     GridSearchCV(LogisticRegression(), {"C": [0.1, 1.0]}, cv=2).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "grid"),
+    [
+        (CalibratedClassifierCV(model(), cv=2), {"estimator__lr": [0.1]}),
+        (Pipeline([("learn", model())]), {"learn": [model(epsilon=5.0)]}),
+    ],
+)
+def test_what_cannot_be_counted_is_not_given_a_number(estimator: Any, grid: Any) -> None:
+    with pytest.warns(SearchCost, match="cannot be told here"):
+        GridSearchCV(estimator, grid, cv=2).fit(X, Y)

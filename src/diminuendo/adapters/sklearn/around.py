@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sklearn.base import is_classifier
 from sklearn.compose import ColumnTransformer
@@ -123,7 +123,7 @@ def state_cost_of_search(payer: Any) -> None:
         return
     search, frame = found
     payers = _payers(search.estimator)
-    if not payers or payers[0][1] is not payer:
+    if not payers or payers[0].estimator is not payer:
         return
     candidates, folds, again = fits_of(search, frame)
     number = len(candidates) * folds + again
@@ -131,8 +131,16 @@ def state_cost_of_search(payer: Any) -> None:
         f"This search fits {number} private models ({len(candidates)} candidates × {folds} folds"
         f"{', and the best once more' if again else ''})"
     )
+    if not _countable(payers, candidates):
+        warnings.warn(
+            f"{words}, or more where one is fitted several times or exchanged for another. What "
+            "that costs cannot be told here: add it up before you go on.",
+            SearchCost,
+            stacklevel=3,
+        )
+        return
     costs = [
-        [one.cost_of_a_fit(_own(candidate, prefix)) for prefix, one in payers]
+        [one.estimator.cost_of_a_fit(_own(candidate, one.prefix)) for one in payers]
         for candidate in candidates
     ]
     dearest = max(costs, key=lambda fit: sum(cost.price for cost in fit), default=[])
@@ -142,17 +150,38 @@ def state_cost_of_search(payer: Any) -> None:
     warnings.warn(f"{words}. {_total(every, drawn=drawn)}", SearchCost, stacklevel=3)
 
 
-def _payers(estimator: Any) -> list[tuple[str, Any]]:
-    """Estimators that pay, with the prefix of their parameters in the search."""
-    if hasattr(estimator, "cost_of_a_fit"):
-        return [("", estimator)]
-    parts = estimator.get_params(deep=True)
-    found = {name: part for name, part in parts.items() if hasattr(part, "cost_of_a_fit")}
-    return [
-        (f"{name}__", part)
-        for name, part in found.items()
-        if not any(name.startswith(f"{outer}__") for outer in found)
-    ]
+class Payer(NamedTuple):
+    """An estimator that pays, the prefix of its parameters, and whether it is fitted once a fit."""
+
+    prefix: str
+    estimator: Any
+    once: bool
+
+
+def _payers(whole: Any, prefix: str = "", once: bool = True) -> list[Payer]:
+    """Estimators that pay, in the order in which they are copied."""
+    if hasattr(whole, "cost_of_a_fit"):
+        return [Payer(prefix, whole, once)]
+    if isinstance(whole, Pipeline):
+        parts = whole.steps
+    elif isinstance(whole, FeatureUnion):
+        parts = whole.transformer_list
+    elif isinstance(whole, ColumnTransformer):
+        parts = [(name, part) for name, part, *_ in whole.transformers]
+    elif hasattr(whole, "get_params"):  # may fit a copy for each fold, class or bag
+        parts, once = list(whole.get_params(deep=False).items()), False
+    else:
+        return []
+    return [payer for name, part in parts for payer in _payers(part, f"{prefix}{name}__", once)]
+
+
+def _countable(payers: list[Payer], candidates: list[dict[str, Any]]) -> bool:
+    """Whether every payer is fitted once in each fit, and no candidate exchanges one."""
+    replaced = {name for candidate in candidates for name in candidate}
+    return all(
+        payer.once and not any(payer.prefix.startswith(f"{name}__") for name in replaced)
+        for payer in payers
+    )
 
 
 def _own(candidate: dict[str, Any], prefix: str) -> dict[str, Any]:
