@@ -112,7 +112,7 @@ def test_a_clean_stop_loses_nothing(tmp_path: Path) -> None:
     private, optimizer = made(plan, journal=journal)
     train(private, 5, optimizer)
     state = everything(private, optimizer)
-    assert json.loads(journal.read_text())["reserved"] == plan.steps
+    assert json.loads(journal.read_text())["reserved"] == 8
     private.close()
     assert json.loads(journal.read_text())["reserved"] == 5
     private, optimizer = gone_on(plan, state, journal=journal)
