@@ -31,8 +31,8 @@ VERSION = 1
 def steps_ahead(taken: int, every: int) -> int:
     """How many steps are reserved, or go by until the next checkpoint, after so many were taken.
 
-    As many as this process has taken, at least 1 and at most `every`: a crash costs at most half
-    of the steps that were begun, and one before the first step is over costs 1.
+    As many as this process has taken, at least 1 and at most `every`: a crash costs no more than
+    that, and one before the first step is over costs 1.
     """
     return max(1, min(taken, every))
 
