@@ -208,3 +208,18 @@ def test_scaling_is_accounted_together_with_training(tmp_path: Path) -> None:
         with pytest.raises(BudgetRefused, match="scaling and training together"):
             paying.fit(x, y)
         assert len(ledger.runs("b")) == 2
+
+
+def test_data_that_cannot_work_are_refused_before_anything_is_spent() -> None:
+    x, y = data()
+    for factor, words in ((1e6, "longer"), (1e-6, "shorter")):
+        with pytest.raises(InputError, match=f"(?s)scaled.*{words}.*PublicScaler"):
+            PrivateClassifier(steps=5).fit(factor * x, y)
+        own_risk = PrivateClassifier(steps=5, lr=1.0, clip=1.0)
+        assert own_risk.fit(factor * x, y).result_.status == "done"
+        low, high = -5 * factor, 5 * factor
+        scaled = PrivateClassifier(epsilon=8, steps=20, lr=2.0, scaler=PublicScaler(low, high))
+        assert scaled.fit(factor * x, y).score(factor * x, y) > 0.8
+    x[:, 1] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        PrivateClassifier().fit(x, y)

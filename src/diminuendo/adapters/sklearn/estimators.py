@@ -88,6 +88,8 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         examples = rows if persons is None else len(persons)
         if examples < 2:
             raise InputError("at least 2", name="the number of examples", value="1 sample")
+        if self.scaler is None and (self.lr is None or self.clip is None):
+            _refuse_unscaled(features)
         model = self._network(columns, outputs)
         parameters = sum(p.numel() for p in model.parameters())
         scaling = event_of(self.scaler, examples, columns)
@@ -210,6 +212,25 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True
         return tags
+
+
+def _refuse_unscaled(features: np.ndarray) -> None:
+    """Raise where defaults cannot work: rows far longer than those of standardised features.
+
+    A check of private data, which stops the fit with a message to whoever holds them (see
+    `training.usable`); who gives lr and clip has chosen them for features of this size.
+    """
+    length, usual = float(np.median(np.linalg.norm(features.astype(float), axis=1))), 10.0
+    most = usual * features.shape[1] ** 0.5
+    if not 1e-2 <= length <= most:
+        raise InputError(
+            f"scaled (rows of length 0.01 to {most:.3g})",
+            name="the features",
+            value="most rows that are shorter" if length < 1e-2 else "most rows that are longer",
+            remedy="State what they can be (scaler=PublicScaler(low, high)), pay for means and "
+            "deviations (scaler=PrivateScaler(low, high)), or give both lr and clip for features "
+            "of this size.",
+        )
 
 
 def _beside(first: GaussianStep, budget: Budget, make: Any) -> Plan:
