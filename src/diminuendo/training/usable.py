@@ -35,7 +35,7 @@ def refuse_not_finite(data: Any, precision: torch.dtype) -> None:
 def _refuse(rows: Any, place: int, largest: float) -> None:
     library: Any = torch if isinstance(rows, Tensor) else np
     broken = ~library.isfinite(rows)
-    if library.finfo(rows.dtype).max > largest:
+    if float(library.finfo(rows.dtype).max) > largest:
         broken = broken | (abs(rows) > largest)
     if not bool(broken.any()):
         return
