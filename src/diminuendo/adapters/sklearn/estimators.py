@@ -46,6 +46,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     delta: float
     plan: Plan | None
     steps: int | None
+    epochs: float | None
     lr: float | None
     clip: float | None
     gamma: float
@@ -269,7 +270,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
 
     epsilon, delta  what one fit may spend, a PrivateScaler included
     plan            a `dim.plan` for the training, in place of epsilon, delta and what follows
-    steps, lr, clip, gamma, schedule, momentum, sampling_rate
+    steps, epochs, lr, clip, gamma, schedule, momentum, sampling_rate
                     as for `dim.plan` and `fit`; choose them without looking at these data, or pay
     hidden          units of the hidden layer; 0 for none
     classes         the labels there can be, public; those that occur in `y` unless given
@@ -285,6 +286,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         *,
         plan: Plan | None = None,
         steps: int | None = None,
+        epochs: float | None = None,
         lr: float | None = None,
         clip: float | None = None,
         gamma: float = 0.98,
@@ -303,6 +305,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         self.delta = delta
         self.plan = plan
         self.steps = steps
+        self.epochs = epochs
         self.lr = lr
         self.clip = clip
         self.gamma = gamma
@@ -370,6 +373,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         target_bounds: tuple[float, float] | None = None,
         plan: Plan | None = None,
         steps: int | None = None,
+        epochs: float | None = None,
         lr: float | None = None,
         clip: float | None = None,
         gamma: float = 0.98,
@@ -388,6 +392,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         self.target_bounds = target_bounds
         self.plan = plan
         self.steps = steps
+        self.epochs = epochs
         self.lr = lr
         self.clip = clip
         self.gamma = gamma
