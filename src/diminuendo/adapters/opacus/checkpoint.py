@@ -118,7 +118,7 @@ def load(
         return content
     private = run.private
     if extra["journal"] is not None and private.journal is None:
-        private.journal = Journal(_found(extra["journal"], path), run.plan)
+        private.journal = Journal(_found(extra["journal"], path), run.plan, every=_reserved(run))
     private.load_state_dict(extra["run"])
     accountant.load_state_dict(extra["before"])
     return content
@@ -142,9 +142,15 @@ def _begin_journal(run: Run, place: Path) -> None:
     private = run.private
     if private.spending.durable or not private.private:
         return
-    journal = Journal(place.with_name(f"{place.name}.{secrets.token_hex(4)}.journal"), run.plan)
+    place = place.with_name(f"{place.name}.{secrets.token_hex(4)}.journal")
+    journal = Journal(place, run.plan, every=_reserved(run))
     journal.read(planned=run.sigma is None, alone=True)
     private.journal = journal
+
+
+def _reserved(run: Run) -> int:
+    """Steps that a crash may cost: one, or a twentieth of an epoch."""
+    return max(run.epoch // 20, 1)
 
 
 def _found(journal: str, path: Any) -> Path:

@@ -133,7 +133,7 @@ def seed(generator: torch.Generator | None) -> int | None:
     """A seed drawn from a generator that was given; the run is then not private."""
     if generator is None:
         return None
-    return int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    return int(torch.randint(2**49, (1,), generator=generator, device=generator.device))
 
 
 def trained(module: nn.Module) -> int:
