@@ -63,8 +63,11 @@ def next_token(smoothing: float) -> HeadLoss:
     return loss
 
 
-def whole(smoothing: float) -> HeadLoss:
-    """A class, several classes or numbers for each example, as the labels' type and shape say."""
+def whole(smoothing: float, regression: bool = False) -> HeadLoss:
+    """A class, several classes or numbers for each example, as the labels' type and shape say.
+
+    regression  whether several numbers are values to come close to, rather than classes
+    """
 
     def loss(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         logits, labels = _logits(outputs), inputs["labels"]
@@ -74,11 +77,11 @@ def whole(smoothing: float) -> HeadLoss:
             raise InputError(
                 "0 where labels are not classes", name="label_smoothing_factor", value=smoothing
             )
-        if labels.shape == logits.shape and logits.shape[1] > 1:
+        if logits.shape[1] > 1 and not regression:
             entry = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         else:
-            entry = F.mse_loss(logits.flatten(1), labels.flatten(1), reduction="none")
-        return entry.flatten(1).mean(1)
+            entry = F.mse_loss(logits, labels.view_as(logits), reduction="none")
+        return entry.mean(1)
 
     return loss
 
@@ -122,14 +125,18 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def for_head(model: nn.Module, smoothing: float) -> HeadLoss:
     """The loss of the model's head, by the name of its class."""
-    name = type(base_of(model)).__name__
+    base = base_of(model)
+    names = [kind.__name__ for kind in type(base).__mro__]
     for ending, make in _HEADS.items():
-        if name.endswith(ending):
+        if any(name.endswith(ending) for name in names):
+            problem = getattr(getattr(base, "config", None), "problem_type", None)
+            if make is whole and problem == "regression":
+                return whole(smoothing, regression=True)
             return make(smoothing)
     raise InputError(
         f"one whose name ends in {', '.join(_HEADS)}",
         name="the class of the model",
-        value=name,
+        value=names[0],
         remedy="For another head give loss=, a function of the model's outputs and the inputs that "
         "returns one loss for each example.",
     )
@@ -156,6 +163,7 @@ def check_own(
             "the model's own where the batch is one example",
             name="the loss of an example",
             value="another",
-            remedy="This model adds something to the loss of its head, or weighs it: give loss=, a "
-            "function of the model's outputs and the inputs that returns one loss for each example.",
+            remedy="This model adds something to the loss of its head, or weighs it: give loss=, "
+            "a function of the model's outputs and the inputs that returns one loss for each "
+            "example.",
         )

@@ -62,8 +62,8 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("debug", [], "It prints values that are computed from private rows."),
 )
 _BY_METRICS = (
-    "It chooses the model by metrics that nobody pays for, unless they are computed on public rows: "
-    "say so with eval_data_is_public=True, or leave it out."
+    "It chooses the model by metrics that nobody pays for, unless they are computed on public "
+    "rows: say so with eval_data_is_public=True, or leave it out."
 )
 
 
@@ -115,14 +115,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 "left out",
                 name="compute_loss_func",
                 value=trainer["compute_loss_func"],
-                remedy="It gives one loss for a whole batch. Give loss=, which returns one loss for "
-                "each example.",
+                remedy="It gives one loss for a whole batch. Give loss=, which returns one loss "
+                "for each example.",
             )
         super().__init__(model, args, **trainer)
         self.plan, self.result = plan, None
         self._own_loss, self._reveal = loss, reveal_training_loss
         self._public = eval_data_is_public
-        self._given = {"spending": spending, "clip": clip, "noise": noise, "seed": seed}
+        self._given: dict[str, Any] = {
+            "spending": spending,
+            "clip": clip,
+            "noise": noise,
+            "seed": seed,
+        }
         self._groups = groups
         self._private: PrivateGradients | None = None
         self._resume_from: str | None = None
@@ -131,6 +136,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     result: Result | None
     """How the last `train()` ended and what it spent; None before."""
+    lr_scheduler: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **more: Any) -> Any:
         """Train by the plan; `resume_from_checkpoint` goes on from a checkpoint of this class.
@@ -258,7 +264,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         return follows
 
     def _chose_scheduler(self, steps: int) -> bool:
-        return self.args.lr_scheduler_type != "linear" or self.args.get_warmup_steps(steps) > 0
+        kind, warm_up = self.args.lr_scheduler_type, self.args.get_warmup_steps(steps)
+        return bool(kind != "linear" or warm_up > 0)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """One step: the number of labels in its sample is private, and not counted."""
@@ -328,7 +335,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         """All batches have one width: else the longest example would change all others' rows."""
         shapes = {name: part.shape[1:] for name, part in batch.items() if isinstance(part, Tensor)}
         if not shapes:
-            raise InputError("tensors", name="what data_collator gives", value=sorted(batch))
+            raise InputError(
+                "tensors",
+                name="what data_collator gives",
+                value=sorted(batch),
+                remedy="remove_unused_columns=False keeps columns that the model's forward does "
+                "not name.",
+            )
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
@@ -409,8 +422,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refused: every trial is a run, and its score is computed from private rows."""
         raise UsageError(
-            "A search over private runs pays for each of them, and for its scores. Choose on public "
-            "or synthetic data (dim.tune), or pay for the choice (diminuendo.tuning)."
+            "A search over private runs pays for each of them, and for its scores. Choose on "
+            "public or synthetic data (dim.tune), or pay for the choice (diminuendo.tuning)."
         )
 
 
