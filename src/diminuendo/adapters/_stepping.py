@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from diminuendo.errors import InputError
 from diminuendo.training import PrivateGradients, Result
 from diminuendo.training.run import Status
 
@@ -30,6 +32,27 @@ class LossesOf(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """One loss for each example, of shape (N,)."""
         return self._losses(*args, **kwargs)
+
+
+class MapStyle:
+    """A dataset one example at a time, so that a collate function sees examples in all cases."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+def rows_in(batch: Any) -> int:
+    """How many rows the first tensor of a batch has."""
+    for part in tree_leaves(batch):
+        if isinstance(part, Tensor) and part.dim():
+            return len(part)
+    raise InputError("one with a tensor in it", name="a batch", value=type(batch).__name__)
 
 
 def set_secret_randomness(private: PrivateGradients) -> None:

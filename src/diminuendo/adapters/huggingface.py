@@ -35,7 +35,13 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("transformers", **_NEEDE
     from transformers.trainer_utils import get_last_checkpoint
 
     from diminuendo.adapters import _head_losses as heads
-    from diminuendo.adapters._stepping import LossesOf, result_of, set_secret_randomness
+    from diminuendo.adapters._stepping import (
+        LossesOf,
+        MapStyle,
+        result_of,
+        rows_in,
+        set_secret_randomness,
+    )
     from diminuendo.training import Journal, PrivateGradients, Result, follow_plan
     from diminuendo.training.checkpoint import write_tensors
     from diminuendo.training.guard import check_scheduler, check_seed, check_unit
@@ -203,7 +209,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self._epsilon = EpsilonSoFar(self.plan) if private.private else None
         set_secret_randomness(private)
         self._batches = private.batches(
-            self.train_dataset,
+            MapStyle(self.train_dataset),
             groups=self._groups,
             workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
@@ -291,8 +297,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         return torch.tensor(mean, device=self.args.device)
 
     def _losses_of(self, batch: dict[str, Any]) -> Tensor:
-        rows = next(len(part) for part in batch.values() if isinstance(part, Tensor))
-        if rows == 0:
+        if rows_in(batch) == 0:
             return torch.zeros(0, device=self.args.device)
         self._check_shapes(batch)
         inputs = self._prepare_inputs(batch)
