@@ -37,6 +37,9 @@ def plan(
     ] = None,
     clip: Annotated[float, typer.Option(help="Norm to which each gradient is clipped.")] = 1.0,
     steps: Annotated[str, typer.Option(help="T, or auto for the best by the bound.")] = "auto",
+    epochs: Annotated[
+        float | None, typer.Option(help="In place of --steps: epochs/rate steps.")
+    ] = None,
     kappa: Annotated[float | None, typer.Option(help="Condition number of the loss.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Convergence rate, 1 − 1/κ.")] = None,
     spectrum: Annotated[
@@ -94,6 +97,7 @@ def plan(
             parameters=parameters,
             clip=clip,
             steps=_steps(steps),
+            epochs=epochs,
             kappa=kappa,
             gamma=gamma,
             spectrum=None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal, Protocol, Unpack
 
@@ -50,6 +51,7 @@ def plan(
     parameters: int | None = None,
     clip: float = 1.0,
     steps: int | Literal["auto"] = "auto",
+    epochs: float | None = None,
     kappa: float | None = None,
     gamma: float | None = None,
     spectrum: ArrayLike | MeasuredSpectrum | None = None,
@@ -69,6 +71,8 @@ def plan(
     clip            C, the norm to which each example's gradient is clipped (max grad norm)
     steps           T, or "auto": as many as sampling_rate or lr has numbers, else the T* that
                     minimises the bound
+    epochs          in place of steps: how often each example takes part on average. Full batches
+                    take that many steps, a sampling rate p takes epochs/p, rounded up
     kappa, gamma, spectrum, influence
                     what is known about the loss, at most one of them: the condition number κ ≥ 1,
                     the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues (or what
@@ -103,6 +107,8 @@ def plan(
         parameters = _validate.count("parameters", parameters)
     if isinstance(lr, str):
         check_name(lr, also=("joint",))
+    if epochs is not None:
+        steps = _steps_of(epochs, steps, sampling_rate)
     fixed = _fixed_steps(steps, sampling_rate, lr)
     rate = one_or_each(sampling_rate, fixed)
     momentum = None if momentum is None else _validate.real("momentum", momentum)
@@ -181,6 +187,19 @@ def plan(
     )
     _warn(result, preferred, bound_wanted=fixed is None)
     return result
+
+
+def _steps_of(epochs: float, steps: int | str, sampling_rate: float | ArrayLike) -> int:
+    """How many steps go through the examples so often, on average."""
+    if steps != "auto" or np.ndim(sampling_rate):
+        raise InputError(
+            "left out where steps, or a rate for each step, say how many there are",
+            name="epochs",
+            value=epochs,
+        )
+    rate = _validate.real("sampling_rate", sampling_rate, above=0, at_most=1)
+    # a hair less, since 1/rate is rounded: 0.1 makes ten steps of an epoch, not eleven
+    return math.ceil(_validate.positive("epochs", epochs) / rate * (1 - 1e-12))
 
 
 def _fixed_steps(

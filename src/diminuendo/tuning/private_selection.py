@@ -39,6 +39,7 @@ from diminuendo.tuning.space import (
     LOGARITHMIC,
     Candidate,
     Space,
+    as_printed,
     check_private_family,
     make_plan,
 )
@@ -135,7 +136,7 @@ def select_on_private(
     space        the ranges from which every trial draws its settings
     mean_trials  the expected number of trials, above 0 and at most 10,000
     """
-    budget, space = as_budget(budget), space or Space()
+    budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     mean_trials = _validate.real("mean_trials", mean_trials, above=0, at_most=10_000)
     each = share(budget, mean_trials)

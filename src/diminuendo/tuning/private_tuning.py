@@ -40,7 +40,13 @@ from diminuendo.training.mechanism import ExactNoise
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.tuning.auxiliary import Labelled
 from diminuendo.tuning.search import Search
-from diminuendo.tuning.space import Candidate, Space, check_private_family, make_plan
+from diminuendo.tuning.space import (
+    Candidate,
+    Space,
+    as_printed,
+    check_private_family,
+    make_plan,
+)
 
 SCORE_SHARE = 0.05
 """The share of the budget that the scores of all trials cost, unless their noise is given."""
@@ -108,7 +114,7 @@ def tune_on_private(
     """
     trials = _validate.count("trials", trials)
     patience = _validate.real("patience", patience, at_least=0)
-    budget, space = as_budget(budget), space or Space()
+    budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     noise = math.sqrt(trials / (SCORE_SHARE * budget.R)) if score_noise is None else score_noise
     each = share(budget, trials, noise)

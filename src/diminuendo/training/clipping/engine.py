@@ -195,6 +195,11 @@ class Engine:
         """Within, the model runs as if no engine were attached."""
         return self._tape.pause()
 
+    @property
+    def recording(self) -> bool:
+        """Whether a forward pass now would be recorded: not within `unrecorded` or no_grad."""
+        return self._tape.recording()
+
     def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
         """Have ``look(args, kwargs)`` called before every recorded call of the whole model.
 
