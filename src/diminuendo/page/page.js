@@ -126,7 +126,6 @@
       return fail(`${wrong[0].replace("_", " ")} takes ${range}.`);
     }
     wanted = settings;
-    remember(settings);
     clearTimeout(timer);
     timer = setTimeout(next, PAUSE);
   }
@@ -144,6 +143,7 @@
   }
   async function work(settings) {
     busy(true);
+    remember(settings);
     try {
       const found = await ask("plan", settings);
       [answer, running, planText] = [found, null, null];
@@ -178,6 +178,7 @@
     $("error").textContent = message;
     $("error").hidden = false;
     $("status").textContent = message;
+    document.body.classList.add("wrong");  // what is shown belongs to earlier settings
   }
   function remember(settings) {
     const parts = Object.entries(settings).filter(([name, value]) => String(value) !== String(facts.start[name]));
@@ -296,6 +297,7 @@
   function show() {
     const { settings } = answer;
     $("error").hidden = true;
+    document.body.classList.remove("wrong");
     put("t-epsilon", `ε = ${answer.epsilon_words}`);
     $("t-delta").textContent = `of ${plain(settings.epsilon)} at δ = ${plain(settings.delta)}, certified`;
     put("t-steps", answer.steps.toLocaleString("en"));
