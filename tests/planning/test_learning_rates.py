@@ -297,4 +297,5 @@ def test_no_exponents_in_the_words() -> None:
     """Percentages above 99 were once written as 1.2e+02%."""
     for share, words in ((1.234, "123%"), (12.5, "1,250%"), (0.0774, "7.7%"), (5.2e-4, "0.052%")):
         assert text.percent(share) == words
-    assert text.percent(1e-9) == "0.0%"
+    assert text.percent(1e-9) == "less than 0.001%"
+    assert text.percent(0.0) == "0%"

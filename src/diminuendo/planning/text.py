@@ -91,7 +91,9 @@ def percent(share: float) -> str:
     value = 100 * share
     if abs(value) >= 10:
         return f"{value:,.0f}%"
-    return f"{value:.2g}%" if abs(value) >= 1e-3 else f"{value:.1f}%"
+    if 0 < abs(value) < 1e-3:
+        return "less than 0.001%"
+    return f"{value:.2g}%"
 
 
 def gain_sentence(plan: Plan) -> str:
