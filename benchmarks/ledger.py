@@ -29,7 +29,7 @@ import diminuendo as dim
 from diminuendo import Budget, GaussianStep, Ledger, Plan
 from diminuendo.ledger import LedgerSpending, schema, verify
 from diminuendo.ledger.records import Record, canonical, pack
-from diminuendo.ledger.rows import after
+from diminuendo.ledger.state import after
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import PrivateGradients
 

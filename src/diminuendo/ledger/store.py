@@ -24,13 +24,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, bindparam, inspect, literal_column, or_, select, text
+from sqlalchemy import (
+    Connection,
+    Engine,
+    bindparam,
+    func,
+    inspect,
+    literal_column,
+    or_,
+    select,
+    text,
+)
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from diminuendo import __version__
 from diminuendo.errors import InputError, LedgerError, SchemaError
-from diminuendo.ledger import address, schema
+from diminuendo.ledger import address, schema, windows
 from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
 from diminuendo.ledger.keys import Key
 from diminuendo.ledger.process import user_name
@@ -40,7 +50,9 @@ T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
 _LOCKED_HEAD = select(schema.head).with_for_update()
-_LOCKED_HEAD_AND_USER = _LOCKED_HEAD.add_columns(literal_column("session_user").label("db_user"))
+_LOCKED_HEAD_AND_USER = _LOCKED_HEAD.add_columns(
+    literal_column("session_user").label("db_user"), func.clock_timestamp().label("now")
+)
 _LAST_RECORDS = select(schema.records).where(
     or_(
         schema.records.c.token == bindparam("token"),
@@ -76,6 +88,8 @@ class Change:
         self._user = {"db_user": str(head.db_user)} if named else {}
         self.user = self._user.get("db_user", "") or user_name()
         """Who makes this change: the database's user, or the system's where it has none."""
+        self.now = _utc(head.now) if named else windows.now()
+        """When this change is made, by the clock of the server or, without one, of the machine."""
         self._appended = 0
         known = head.seq if seen is None else seen.seq
         wanted = {"token": token, "last": head.seq, "seen": known}
@@ -94,10 +108,9 @@ class Change:
         On PostgreSQL it names the database's user, which no client can choose.
         """
         body = {**body, **self._user}
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = Record.link(
             seq=self.head.seq + 1,
-            at=now,
+            at=self.now.isoformat(timespec="milliseconds"),
             kind=kind,
             budget=budget,
             run=run,
@@ -285,7 +298,8 @@ class Store:
 
     def _ledger_error(self, error: Exception) -> LedgerError:
         cause = getattr(error, "orig", None) or error
-        words = " ".join(str(cause).split()) or type(cause).__name__
+        primary = getattr(getattr(cause, "diag", None), "message_primary", None)
+        words = " ".join(str(primary or cause).split()) or type(cause).__name__
         for secret in address.secrets(self.url):
             words = words.replace(secret, "***")
         remedy = _remedy(words)
@@ -358,6 +372,17 @@ def _check_signature(connection: Connection, key: Key, last: Any) -> None:
             "without the key wrote to the database. Nothing was charged. `diminuendo ledger verify "
             "--key` tells where it begins."
         )
+
+
+def _utc(moment: datetime.datetime) -> datetime.datetime:
+    return moment.astimezone(datetime.UTC)
+
+
+def clock(connection: Connection) -> datetime.datetime:
+    """The time by the server's clock or, without a server, by this machine's."""
+    if connection.engine.dialect.name == "sqlite":
+        return windows.now()
+    return _utc(connection.execute(select(func.clock_timestamp())).scalar_one())
 
 
 def computed_digest(row: Any) -> str:
