@@ -40,8 +40,6 @@ def _with_last_record(table: Table, key: str, column: str, *, one: bool) -> Sele
 
 _ONE_BUDGET = _with_last_record(schema.budgets, "name", "budget", one=True)
 _ONE_RUN = _with_last_record(schema.runs, "id", "run", one=True)
-_SET_BUDGET = schema.budgets.update().where(schema.budgets.c.name == bindparam("key"))
-_SET_RUN = schema.runs.update().where(schema.runs.c.id == bindparam("key"))
 
 
 def write(
@@ -58,14 +56,13 @@ def write(
     origin  what the record names in place of a run: the ledger that an import comes from
     """
     name = status.terms.name
-    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(status.spent_units)})
-    if run is not None:
-        change.connection.execute(_SET_RUN, {"key": run.id, **_values(run)})
     return change.append(
         kind,
         budget=name,
         run=origin if run is None else run.id,
         body={**body, "after": after(status, run)},
+        budget_row={"key": name, "spent": str(status.spent_units)},
+        run_row=None if run is None else {"key": run.id, **_values(run)},
     )
 
 
@@ -73,9 +70,9 @@ def write_share(change: Change, status: Status, child: str, run: str, cost: int)
     """Store what one of its parts was charged, or gave back, in a budget."""
     name = status.terms.name
     now = replace(status, spent_units=status.spent_units + cost)
-    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(now.spent_units)})
     body = {"child": child, "run": run, "cost": str(cost), "after": after(now, None)}
-    change.append("share", budget=name, body=body)
+    row = {"key": name, "spent": str(now.spent_units)}
+    change.append("share", budget=name, body=body, budget_row=row)
 
 
 def _values(run: Run) -> dict[str, Any]:

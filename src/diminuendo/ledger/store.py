@@ -41,10 +41,11 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from diminuendo import __version__
 from diminuendo.errors import InputError, LedgerError, SchemaError
 from diminuendo.ledger import address, schema, windows
-from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
+from diminuendo.ledger.engine import lock_holder, make_engine, time_limit, wait_for_disk
 from diminuendo.ledger.keys import Key
 from diminuendo.ledger.process import user_name
 from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
+from diminuendo.ledger.statements import write_record
 
 T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
@@ -60,7 +61,6 @@ _LAST_RECORDS = select(schema.records).where(
         schema.records.c.seq == bindparam("seen"),
     )
 )
-_ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
 
 
 class PermissionRefused(LedgerError):
@@ -102,10 +102,21 @@ class Change:
         self.recorded = next((record_of(row) for row in rows if row.token == token), None)
         """The record that already has the token, if there is one."""
 
-    def append(self, kind: str, *, budget: str, run: str = "", body: Mapping[str, Any]) -> Record:
+    def append(
+        self,
+        kind: str,
+        *,
+        budget: str,
+        run: str = "",
+        body: Mapping[str, Any],
+        budget_row: Mapping[str, Any] | None = None,
+        run_row: Mapping[str, Any] | None = None,
+    ) -> Record:
         """Add a record to the chain; the first one of a change has the change's token.
 
         On PostgreSQL it names the database's user, which no client can choose.
+
+        budget_row, run_row  columns to set with it, and the row as `key`
         """
         body = {**body, **self._user}
         record = Record.link(
@@ -120,8 +131,7 @@ class Change:
         )
         signature = "" if self._key is None else self._key.sign(record.digest)
         row = {**record.to_dict(), "body": canonical(body), "signature": signature}
-        self.connection.execute(_ADD_RECORD, row)
-        self.connection.execute(_MOVE_HEAD, {"seq": record.seq, "digest": record.digest})
+        write_record(self.connection, row, budget_row, run_row)
         self.head = Head(self.head.ledger, record.seq, record.digest)
         self._appended += 1
         return record
@@ -173,6 +183,8 @@ class Store:
                 if write:
                     self._same_file()
                 yield connection
+            if write:
+                wait_for_disk(bare)
 
     def _same_file(self) -> None:
         """Refuse a file that was replaced or deleted, or whose log was: writes would be lost."""

@@ -204,8 +204,9 @@ class Runs(Budgets):
         return self.run(run)
 
     def refuse_alive(self, run: str, *, dead: bool = False) -> None:
-        """Raise UsageError if `reclaim` would, because the run's process is or may be alive."""
-        operations.refuse_alive(self.run(run), dead=dead)
+        """Raise what `reclaim` would if the run is over, or its process is or may be alive."""
+        found = self._store.read(lambda connection: rows.open_run_in(connection, run))
+        operations.refuse_alive(found, dead=dead)
 
     def release(
         self, run: str, *, by: str = "", unreleased: bool = False, token: str | None = None
