@@ -215,6 +215,17 @@ def test_a_server_that_goes_away_and_comes_back(own_server: Any) -> None:
         verify(ledger)
 
 
+@pytest.mark.parametrize("wrong", [{"username": "nobody"}, {"database": "nothing"}])
+def test_who_is_turned_away_does_not_wait(server: Any, wrong: dict[str, str]) -> None:
+    """A wrong role, or a database that does not exist: no time makes it right."""
+    url = make_url(server.get_uri()).set(**wrong)  # type: ignore[arg-type]
+    begun = time.monotonic()
+    with pytest.raises(LedgerError, match=r"does not exist.*Look at the user") as refused:
+        Ledger(url.render_as_string(hide_password=False), patience=600)
+    assert time.monotonic() - begun < 60, "it waited, however slow this machine is"
+    assert "Nothing was released" in str(refused.value)
+
+
 def _impatient(url: str) -> None:
     Ledger(url, patience=0.5)
 
