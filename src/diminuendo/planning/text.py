@@ -108,10 +108,13 @@ def gain_sentence(plan: Plan) -> str:
         return ""
     whose = "the initial excess risk" if plan.erub_uniform <= 1 else "uniform noise's excess risk"
     if not plan.gain_is_negligible:
-        return (
-            f"{percent(plan.gain)} of {whose} less than uniform noise leaves at the same learning "
-            f"rates (± {percent(plan.gain_error)})."
+        less = (
+            f"The final excess risk is lower by {percent(plan.gain)} of the initial one"
+            if plan.erub_uniform <= 1
+            else f"{percent(plan.gain)} less excess risk"
         )
+        error = percent(plan.gain_error)
+        return f"{less} than with uniform noise at the same learning rates (± {error})."
     if plan.gain_error > SMALLEST_NOTICED:
         return (
             f"Not certain: {percent(plan.gain)} of {whose}, and as much would be lost again if the "
