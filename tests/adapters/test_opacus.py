@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import diminuendo as dim
 from diminuendo.adapters.opacus import BatchMemoryManager, PrivacyEngine
@@ -22,6 +32,7 @@ from diminuendo.training import Flat, PrivateGradients
 from diminuendo.training.clipping import EngineError
 
 N, D, CLASSES = 120, 6, 3
+pytestmark = pytest.mark.filterwarnings("ignore:With noise_generator")
 
 
 def data(seed: int = 0) -> TensorDataset:
@@ -638,6 +649,73 @@ def test_bad_arguments(options: dict[str, Any], name: str) -> None:
         made(**options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 20, "sampler": SubsetRandomSampler(range(40))},
+        {"batch_size": 20, "sampler": WeightedRandomSampler([1.0] * N, N)},
+        {"batch_size": 20, "sampler": RandomSampler(range(N), num_samples=40)},
+        {"batch_size": 20, "sampler": RandomSampler(range(N), replacement=True)},
+        {"batch_sampler": [[0, 1], [2, 3]]},
+        {"batch_size": None},
+    ],
+)
+def test_a_loader_that_draws_something_else(options: dict[str, Any]) -> None:
+    """Its dataset would be trained on as a whole, held-out rows included."""
+    with pytest.raises(InputError, match="Subset"):
+        PrivacyEngine().make_private(
+            module=(model := network()),
+            optimizer=torch.optim.SGD(model.parameters(), lr=1),
+            data_loader=DataLoader(data(), **options),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+
+def test_a_part_of_a_dataset_shuffled() -> None:
+    model = network()
+    engine = PrivacyEngine()
+    part: Any = Subset(data(), range(0, N, 2))
+    parts = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1),
+        data_loader=DataLoader(part, batch_size=20, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert train(*parts) == 3
+    assert engine.run is not None
+    assert engine.run.plan.examples == 60
+
+
+def test_what_is_warned_about() -> None:
+    model = network()
+    options: dict[str, Any] = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+    }
+    loader = DataLoader(data(), batch_size=20, worker_init_fn=print)
+    with pytest.warns(UserWarning, match="worker_init_fn"):
+        PrivacyEngine().make_private(data_loader=loader, **options)[0].to_standard_module()
+    with pytest.warns(UserWarning, match="NOT private") as caught:
+        PrivacyEngine().make_private(
+            data_loader=DataLoader(data(), batch_size=20), noise_generator=generator(), **options
+        )
+    assert caught[0].filename == __file__
+
+
+def test_a_forgotten_training_mode_is_named() -> None:
+    engine, model, _, loader = made()
+    model.eval()
+    x, y = next(iter(loader))
+    loss = nn.CrossEntropyLoss()(model(x), y)
+    with pytest.raises(EngineError, match=r"model\.train\(\)"):
+        loss.backward()
+    assert len(engine.accountant) == 0
+
+
 def test_layers_that_mix_examples() -> None:
     model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16, 2))
     engine = PrivacyEngine()
@@ -699,6 +777,46 @@ def test_a_ledger_pays_and_refuses(tmp_path: Path) -> None:
         with pytest.raises(BudgetRefused):
             train(model, optimizer, loader)
         assert torch.equal(parameters(model), before)
+
+
+def test_steps_without_a_plan_are_paid_one_by_one(tmp_path: Path) -> None:
+    with dim.Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.create("patients", dim.Budget(epsilon=6, delta=1e-5), composition="renyi")
+        engine, model, optimizer, loader = made(ledger=ledger, budget="patients")
+        train(model, optimizer, loader)
+        with pytest.raises(BudgetRefused, match="Too little is left"):
+            train(model, optimizer, _forever(loader))
+        assert 0 < engine.get_epsilon(1e-5) <= 6
+        assert len(engine.accountant) > 3
+        engine.close()
+        (run,) = ledger.runs("patients")
+        assert run.status == "closed"
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def test_a_run_that_nobody_ended_is_closed_with_the_process(tmp_path: Path) -> None:
+    code = """
+import sys, torch, diminuendo as dim
+sys.path.insert(0, sys.argv[2])
+from tests.adapters.test_opacus import made, train
+ledger = dim.Ledger(sys.argv[1], create=True)
+ledger.create("patients", dim.Budget(epsilon=9, delta=1e-5), composition="renyi")
+engine, *parts = made(ledger=ledger, budget="patients")
+train(*parts)
+"""
+    path = tmp_path / "ledger.sqlite"
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(root)], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    with dim.Ledger(path) as ledger:
+        (run,) = ledger.runs("patients")
+        assert run.status == "closed"
 
 
 def checkpointed(tmp_path: Path, **options: Any) -> tuple[PrivacyEngine, nn.Module, Any, Any, Path]:
@@ -773,3 +891,7 @@ def test_a_checkpoint_of_opacus_counts_as_spent(tmp_path: Path) -> None:
     assert len(engine.accountant) == 6
     train(model, optimizer, loader)
     assert engine.accountant.history == [(1.0, 1 / 6, 6), (1.0, 1 / 6, 6)]
+    engine, model, optimizer, _ = made(target_epsilon=2.0, target_delta=1e-5, epochs=1)
+    with pytest.raises(InputError, match="on top of target_epsilon"):
+        engine.load_checkpoint(path=tmp_path / "theirs.pt", module=model, optimizer=optimizer)
+    assert torch.equal(parameters(model), parameters(network()))

@@ -104,6 +104,14 @@ def load(
         if key not in content:
             raise InputError(f"a checkpoint, with {key}", name="path", value=str(path))
     extra = content.pop(_EXTRA, None)
+    history = content["privacy_accountant_state_dict"] if extra is None else extra["before"]
+    if run.sigma is None and history.get("history"):
+        raise InputError(
+            "without steps of another run, which would come on top of target_epsilon",
+            name="the checkpoint",
+            value=f"{len(history['history'])} entries",
+            remedy="Go on with make_private, which states what all of them cost.",
+        )
     module.load_state_dict(content["module_state_dict"], **(module_load_dict_kwargs or {}))
     for part, name in (
         (optimizer, "optimizer"),
@@ -114,13 +122,13 @@ def load(
         if part is not None and state:
             part.load_state_dict(state)
     if extra is None:
-        accountant.load_state_dict(content["privacy_accountant_state_dict"])
+        accountant.load_state_dict(history)
         return content
     private = run.private
     if extra["journal"] is not None and private.journal is None:
         private.journal = Journal(_found(extra["journal"], path), run.plan, every=_reserved(run))
     private.load_state_dict(extra["run"])
-    accountant.load_state_dict(extra["before"])
+    accountant.load_state_dict(history)
     return content
 
 
