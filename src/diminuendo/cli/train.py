@@ -39,6 +39,7 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "path": str,
         "clip": _NUMBER,
         "steps": (int, str),
+        "epochs": _NUMBER,
         "kappa": _NUMBER,
         "gamma": _NUMBER,
         "spectrum": list,

@@ -25,7 +25,9 @@ from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
 from diminuendo.training.progress import AfterStep, Progress, reading
 from diminuendo.training.run import Result, Run
+from diminuendo.training.sampling import precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
+from diminuendo.training.usable import refuse_not_finite
 
 _Settings = TypeVar("_Settings", Compute, Progress)
 
@@ -113,6 +115,7 @@ def fit(
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
     persons = Groups.of(groups)
+    refuse_not_finite(data, precision_of(model))
     _warn_of(deprecated)
     source = deprecated.get("source", data)
     checkpoints = _checkpoints(folder, deprecated)

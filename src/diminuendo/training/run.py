@@ -12,6 +12,7 @@ from torch import Tensor
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.journal import steps_ahead
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
@@ -51,6 +52,11 @@ class Result:
     """Where the spending is on record: ledger, budget, run and chain head."""
 
 
+def steps_in_words(number: int) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
 class Run:
     """A model, its optimiser and their checkpoint, trained by private gradients."""
 
@@ -65,6 +71,7 @@ class Run:
         self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
         self._checkpoint, self._every = checkpoint, every
         self._due = 0
+        self._began: int | None = None
 
     def resume(self) -> None:
         """Take up the checkpoint, or begin; what may have been released after it stays spent."""
@@ -124,6 +131,14 @@ class Run:
             status, reason = "refused", "too little is left of the budget for another step"
         private.guard.verify()
         self._save()
+        if private.lost:
+            taken = private.step - private.lost
+            if status == "done":
+                reason = f"{steps_in_words(taken)} of the plan's {private.plan.steps} were taken"
+            reason += (
+                f"; {steps_in_words(private.lost)} were lost when the run broke off: spent, and "
+                "not taken"
+            )
         return Result(
             status,
             reason,
@@ -158,9 +173,11 @@ class Run:
         return {name: type(part).__name__ if part else None for name, part in both.items()}
 
     def _save_when_due(self) -> None:
-        if self._private.step >= self._due:
+        step = self._private.step
+        self._began = step if self._began is None else self._began
+        if step >= self._due:
             self._save()
-            self._due = self._private.step + self._every
+            self._due = step + steps_ahead(step - self._began, self._every)
 
     def _save(self) -> None:
         if self._checkpoint is None or not self._checkpoint.writes:

@@ -57,7 +57,7 @@ def precision_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _parts(data: Any) -> tuple[Any, ...] | None:
+def arrays_of(data: Any) -> tuple[Any, ...] | None:
     """The arrays of a dataset that consists of arrays: tensors, numpy's, pandas', lists in a tuple.
 
     A list is a map-style dataset: it has a length and examples.
@@ -83,7 +83,7 @@ class Source:
     def __init__(self, data: Any, precision: torch.dtype | None = None) -> None:
         self._tensors: tuple[Tensor, ...] | None = None
         self._dataset: Dataset[Any] | None = None
-        parts = _parts(data)
+        parts = arrays_of(data)
         if parts is not None:
             # Pictures in bytes stay bytes: as counts they would take eight times the memory.
             self._tensors = tuple(

@@ -158,6 +158,42 @@ class Routed(Model):
         return out.view_as(x)
 
 
+class Picked(Model):
+    """Experts whose weights are one parameter; the loop is over those that any token goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.weights = nn.Parameter(torch.randn(4, 6, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        share, chosen = self.gate(flat).softmax(-1).topk(2)
+        with torch.no_grad():
+            mask = F.one_hot(chosen, 4).permute(2, 1, 0)
+            hit = (mask.sum((-1, -2)) > 0).nonzero()
+        out = torch.zeros_like(flat)
+        for number in hit:
+            expert = number[0]
+            position, where = torch.where(mask[expert])
+            hidden = F.linear(flat[where], self.weights[expert]).tanh()
+            out.index_add_(0, where, hidden * share[where, position, None])
+        return out.view_as(x)
+
+
+class WrittenOver(Model):
+    """An operation that is repeated, and whose result another one writes on in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(6, 2, 3))
+
+    def body(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("bih,dnh->bind", x[..., :3], self.kernel).flatten(2)[..., :6]
+        scores *= 0.5
+        return x + scores
+
+
 class Tied(Model):
     """A weight that another part of the model reads, turned."""
 
@@ -234,8 +270,8 @@ class Bags(Model):
 
 
 HEALTHY = [
-    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Tied, Saved,
-    SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, WrittenOver,
+    Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 

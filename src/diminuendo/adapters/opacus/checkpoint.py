@@ -126,7 +126,7 @@ def load(
         return content
     private = run.private
     if extra["journal"] is not None and private.journal is None:
-        private.journal = Journal(_found(extra["journal"], path), run.plan, every=_reserved(run))
+        private.journal = Journal(_found(extra["journal"], path), run.plan)
     private.load_state_dict(extra["run"])
     accountant.load_state_dict(history)
     return content
@@ -151,14 +151,9 @@ def _begin_journal(run: Run, place: Path) -> None:
     if private.spending.durable or not private.private:
         return
     place = place.with_name(f"{place.name}.{secrets.token_hex(4)}.journal")
-    journal = Journal(place, run.plan, every=_reserved(run))
+    journal = Journal(place, run.plan)
     journal.read(planned=run.sigma is None, alone=True)
     private.journal = journal
-
-
-def _reserved(run: Run) -> int:
-    """Steps that a crash may cost: one, or a twentieth of an epoch."""
-    return max(run.epoch // 20, 1)
 
 
 def _found(journal: str, path: Any) -> Path:

@@ -88,21 +88,20 @@ class Run:
                 )
             last = min(last, self.plan.steps)
         loader = self.loader
-        for batch in private.batches(
+        yield from private.batches(
             loader.dataset,
+            epochs=1,
             workers=loader.num_workers,
             pin_memory=loader.pin_memory and torch.cuda.is_available(),
             collate=loader.collate_fn,
-        ):
-            yield batch
-            if private.step >= last and private.waiting is None:
-                if self.sigma is None and last == self.plan.steps:
-                    self._settle()
-                return
-        raise BudgetRefused(
-            f"Too little is left of the budget for step {private.step + 1} (noise multiplier "
-            f"{self.next_sigma:g}). The steps before it were taken and are paid for."
         )
+        if private.step < last:
+            raise BudgetRefused(
+                f"Too little is left of the budget for step {private.step + 1} (noise multiplier "
+                f"{self.next_sigma:g}). The steps before it were taken and are paid for."
+            )
+        if self.sigma is None and last == self.plan.steps:
+            self._settle()
 
     def outputs(self, outputs: Any) -> Any:
         """What the model returned for the batch, marked so that a loss finds back here."""
