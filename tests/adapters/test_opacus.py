@@ -849,6 +849,20 @@ def test_going_on_counts_what_was_released_since(target: dict[str, Any], tmp_pat
         assert engine.get_epsilon(1e-5) <= 2.0
 
 
+def test_what_rounding_may_cost_is_not_forgotten(tmp_path: Path) -> None:
+    engine, model, optimizer, loader = made()
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as parts:
+        train(model, optimizer, parts)
+    path = tmp_path / "checkpoint.pt"
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, model, optimizer, _ = made()
+    again.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    assert again.accountant.delta_added == engine.accountant.delta_added > 0
+    assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+
+
 def test_without_its_journal_a_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
     *_, path = checkpointed(tmp_path)
     for journal in tmp_path.glob("*.journal"):
