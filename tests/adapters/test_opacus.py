@@ -599,7 +599,7 @@ def test_sizes_that_coincide_do_not_make_rows_of_examples(criterion: Any) -> Non
         max_grad_norm=1.0,
     )
     with pytest.raises((InputError, EngineError)):
-        train(*parts, criterion)
+        train(parts[0], parts[1], parts[2], criterion)
     assert len(engine.accountant) == 0
 
 
@@ -627,7 +627,7 @@ def test_models_of_several_outputs_and_losses_of_several_terms() -> None:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
-    assert train(*parts, criterion) == len(engine.accountant) == 60
+    assert train(parts[0], parts[1], parts[2], criterion) == len(engine.accountant) == 60
 
 
 def test_a_scaled_loss_is_refused() -> None:
@@ -819,6 +819,34 @@ def test_a_second_target_would_come_on_top() -> None:
             epochs=1,
             max_grad_norm=1.0,
         )
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
+    code = """
+import os, sys, warnings, torch
+warnings.simplefilter("ignore")
+sys.path.insert(0, sys.argv[2])
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+from tests.adapters.test_opacus import generator, made, parameters, train
+engine, *parts = made(batch=5, noise_generator=generator())
+train(*parts)
+torch.save((parameters(parts[0]), len(engine.accountant)), sys.argv[1] + os.environ.get("RANK", ""))
+if "RANK" in os.environ:
+    torch.distributed.barrier()
+    os._exit(0)
+"""
+    file = tmp_path / "script.py"
+    file.write_text(code)
+    arguments = [str(file), str(tmp_path / "out"), str(Path(__file__).parents[2])]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command in ([sys.executable], run):
+        subprocess.run([*command, *arguments], check=True, stderr=subprocess.DEVNULL, timeout=240)
+    (alone, steps), *ranks = (torch.load(f"{tmp_path / 'out'}{rank}") for rank in ("", "0", "1"))
+    for model, taken in ranks:
+        torch.testing.assert_close(model, alone, atol=1e-5, rtol=1e-4)
+        assert taken == steps == 24
 
 
 # Budgets and checkpoints

@@ -12,13 +12,12 @@ for the gradient engine to find out, as ever.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -285,7 +284,8 @@ def _divided(one: Any, number: Any) -> Reduced | None:
 
 
 def _is_number(part: Any) -> bool:
-    return isinstance(part, Real) and not isinstance(part, bool) and math.isfinite(part)
+    plain = isinstance(part, (int, float, np.number)) and not isinstance(part, bool)
+    return plain and bool(np.isfinite(part))
 
 
 _WEIGHTED = {
