@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -254,6 +255,23 @@ def test_old_names_of_a_reduction_are_refused() -> None:
     with pytest.raises(UsageError, match="reduction="):
         loss.backward()
     assert taken.reduced is None
+
+
+def test_the_loss_of_one_example_needs_no_rows() -> None:
+    leaf, out, taken = outputs(1)
+    for loss in (functional.mse_loss(out.squeeze(), torch.ones(()).double()), out.squeeze().mean()):
+        loss.backward()
+        assert taken.reduced is not None
+        assert taken.reduced.losses.shape == (1,)
+        taken.reduced = None
+    assert leaf.grad is None
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    _, out, taken = outputs(N)
+    (out.mean() * np.float32(0.5)).backward()
+    assert taken.reduced is not None
+    assert taken.reduced.numbers == (0.5,)
 
 
 def test_arguments_of_backward_are_refused() -> None:

@@ -12,12 +12,12 @@ for the gradient engine to find out, as ever.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -152,11 +152,14 @@ def _whole(kind: Literal["mean", "sum"]) -> _Rule:
         if not _is_tracked(x):
             return None
         if x.dim() == 0:
-            same = len(args) == 1 and not named and x.written == x._version
-            return (func(x), x.reduced, x.reason) if same else None
+            if len(args) > 1 or named:
+                return None
+            # Of one example, any number is a loss of its own.
+            alone = None if x.reason else Reduced(x.as_subclass(Tensor).reshape(1), kind)
+            return func(x), _kept(x) or alone, x.reason
         dim = args[1] if len(args) == 2 and not named else named.get("dim")
-        alone = x.dim() == 1 and dim in (0, -1, (0,), [0])
-        if len(args) > 1 + alone or named.keys() - {"dim"} or not (dim is None or alone):
+        row = x.dim() == 1 and dim in (0, -1, (0,), [0])
+        if len(args) > 1 + row or named.keys() - {"dim"} or not (dim is None or row):
             return None
         rows = x.as_subclass(Tensor).flatten(1) if x.dim() > 1 else None
         losses = x.as_subclass(Tensor) if rows is None else getattr(rows, kind)(1)
@@ -192,7 +195,7 @@ def _criterion(
     terms = func(**{**given, "reduction": "none"})
     whole = {**given, "reduction": reduction}
     if terms.dim() == 0:
-        return None
+        terms = terms.reshape(1)
     rows = terms.flatten(1) if terms.dim() > 1 else terms.unsqueeze(1)
     if reduction == "mean":
         return func(**whole), Reduced(rows.sum(1) / _counted(func, given, rows), "mean"), ""
@@ -281,8 +284,8 @@ def _divided(one: Any, number: Any) -> Reduced | None:
 
 
 def _is_number(part: Any) -> bool:
-    plain = isinstance(part, (int, float)) and not isinstance(part, bool)
-    return plain and math.isfinite(part)
+    plain = isinstance(part, (int, float, np.number)) and not isinstance(part, bool)
+    return plain and bool(np.isfinite(part))
 
 
 _WEIGHTED = {

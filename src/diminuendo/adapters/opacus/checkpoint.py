@@ -67,6 +67,7 @@ def save(
         _EXTRA: {
             "run": private.state_dict(),
             "before": accountant.before(private),
+            "smallest_part": private.sampler.smallest,
             "journal": None if journal is None else str(journal.path.absolute()),
         },
     }
@@ -104,6 +105,14 @@ def load(
         if key not in content:
             raise InputError(f"a checkpoint, with {key}", name="path", value=str(path))
     extra = content.pop(_EXTRA, None)
+    history = content["privacy_accountant_state_dict"] if extra is None else extra["before"]
+    if run.sigma is None and history.get("history"):
+        raise InputError(
+            "without steps of another run, which would come on top of target_epsilon",
+            name="the checkpoint",
+            value=f"{len(history['history'])} entries",
+            remedy="Go on with make_private, which states what all of them cost.",
+        )
     module.load_state_dict(content["module_state_dict"], **(module_load_dict_kwargs or {}))
     for part, name in (
         (optimizer, "optimizer"),
@@ -114,13 +123,16 @@ def load(
         if part is not None and state:
             part.load_state_dict(state)
     if extra is None:
-        accountant.load_state_dict(content["privacy_accountant_state_dict"])
+        accountant.load_state_dict(history)
         return content
     private = run.private
     if extra["journal"] is not None and private.journal is None:
-        private.journal = Journal(_found(extra["journal"], path), run.plan, every=_reserved(run))
+        private.journal = Journal(_found(extra["journal"], path), run.plan)
     private.load_state_dict(extra["run"])
-    accountant.load_state_dict(extra["before"])
+    # How finely batches were split decides what rounding may cost, from the first step on.
+    limits = [limit for limit in (private.sampler.smallest, extra["smallest_part"]) if limit]
+    private.sampler.smallest = min(limits, default=None)
+    accountant.load_state_dict(history)
     return content
 
 
@@ -143,14 +155,9 @@ def _begin_journal(run: Run, place: Path) -> None:
     if private.spending.durable or not private.private:
         return
     place = place.with_name(f"{place.name}.{secrets.token_hex(4)}.journal")
-    journal = Journal(place, run.plan, every=_reserved(run))
+    journal = Journal(place, run.plan)
     journal.read(planned=run.sigma is None, alone=True)
     private.journal = journal
-
-
-def _reserved(run: Run) -> int:
-    """Steps that a crash may cost: one, or a twentieth of an epoch."""
-    return max(run.epoch // 20, 1)
 
 
 def _found(journal: str, path: Any) -> Path:

@@ -33,7 +33,7 @@ from diminuendo.planning import Plan, plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.clipping import Engine
 
-_KEPT_BACK = 2.0**-10
+_KEPT_BACK = 2.0**-7
 """The share of a target δ that is kept for rounding errors, which the plan does not count."""
 
 
