@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import diminuendo as dim
@@ -288,7 +289,7 @@ def test_correlation_cannot_beat_the_lemma_for_one_influence_curve() -> None:
     lemma = np.diag(np.sqrt(w))
     generator = np.random.default_rng(2)
 
-    def final_noise(matrix: np.ndarray) -> float:  # type: ignore[type-arg]
+    def final_noise(matrix: NDArray[np.float64]) -> float:
         return float(
             np.linalg.norm(w @ np.linalg.inv(matrix)) * np.linalg.norm(matrix @ np.ones(10))
         )

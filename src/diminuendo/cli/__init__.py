@@ -17,6 +17,7 @@ from diminuendo.cli import (
     audit,
     bounds,
     budget,
+    compare,
     ledger,
     plan,
     report,
@@ -35,7 +36,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, audit, reproduce, ledger, report):
+for _command in (
+    budget,
+    account,
+    plan,
+    bounds,
+    train,
+    tune,
+    audit,
+    compare,
+    reproduce,
+    ledger,
+    report,
+):
     _command.register(app)
 
 

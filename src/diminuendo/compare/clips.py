@@ -35,7 +35,7 @@ def _column(bound: Bound) -> Bound:
 
 
 def _total(norms: list[Tensor]) -> Tensor:
-    return torch.stack(norms).norm(dim=0)
+    return torch.as_tensor(torch.stack(norms).norm(dim=0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def _uci_digits() -> tuple[Floats, NDArray[np.int64]]:
     with _extras.needed("sklearn", extra="experiments", purpose="Tuning on the UCI digits"):
         from sklearn.datasets import load_digits
     x, y = load_digits(return_X_y=True)
-    return np.asarray(x, dtype=np.float32) / 16, np.asarray(y, dtype=np.int64)
+    return (x / 16).astype(np.float32), np.asarray(y, dtype=np.int64)
 
 
 def _split(x: Tensor, y: Tensor, test: int, seed: int, source: str) -> Pool:
@@ -113,8 +114,13 @@ def _wobbled(x: Floats, y: NDArray[np.int64], seed: int) -> tuple[Floats, NDArra
     return np.concatenate(copies).reshape(-1, 64).astype(np.float32), np.tile(y, 4)
 
 
+@cache
+def _embedded() -> digits.Digits:
+    return digits.embedded()
+
+
 def _mnist(folder: Path | None) -> Pool:
-    found = digits.embedded() if folder is None else digits.from_folder(folder)
+    found = _embedded() if folder is None else digits.from_folder(folder)
     centre = _uci_digits()[0].mean(axis=0)
     return Pool(
         _finished(_pooled(found.images, 2, 3), centre),
@@ -146,7 +152,7 @@ def _fashion(folder: Path | None) -> Pool:
 
 
 def _fashion_auxiliary(seed: int) -> Pool:
-    found = digits.embedded()
+    found = _embedded()
     x = _finished(_pooled(np.concatenate([found.images, found.test_images]), 0, 2), 0.1)
     y = _labels(np.concatenate([found.labels, found.test_labels]))
     return _split(x, y, 1000, seed, found.source)
@@ -176,7 +182,7 @@ def _adult(folder: Path | None) -> Pool:
         raise InputError("a ZIP archive with adult.csv", name="Adult", value=str(path)) from None
     _check(content, _ADULT, "Adult", path)
     rows = list(csv.reader(io.StringIO(content.decode())))
-    table = np.array(rows[1:], dtype=np.float32)
+    table = np.array(rows[1:], dtype=np.float64)
     names = rows[0]
     columns = []
     for i, name in enumerate(names):

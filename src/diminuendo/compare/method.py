@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 from torch import Tensor
 
+from diminuendo import schedules
+from diminuendo._validate import Vector
 from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 
@@ -105,10 +106,8 @@ def _radical_inverse(number: int, base: int) -> float:
     return share
 
 
-def onto_budget(private: Private, shape: np.ndarray) -> list[float]:  # type: ignore[type-arg]
+def onto_budget(private: Private, shape: Vector) -> list[float]:
     """Full-batch noise multipliers of this shape that use the whole budget."""
-    from diminuendo import schedules
-
     return [float(s) for s in schedules.onto_budget(shape, private.budget.R)]
 
 

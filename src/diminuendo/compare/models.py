@@ -24,7 +24,7 @@ class Layer(NamedTuple):
 
     def norms(self) -> Tensor:
         """Norms of the examples' gradients, (R, N)."""
-        return self.inputs.norm(dim=2) * self.deltas.norm(dim=2)
+        return torch.as_tensor(self.inputs.norm(dim=2) * self.deltas.norm(dim=2))
 
     def sums(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i · gradient_i, flat: (R, in × out)."""

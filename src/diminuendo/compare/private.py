@@ -225,7 +225,7 @@ class Private:
 
     def _norms(self, theta: Tensor) -> Tensor:
         layers = self.model.layers(theta, self._x, self._y)
-        return torch.stack([layer.norms() for layer in layers]).norm(dim=0)
+        return torch.as_tensor(torch.stack([layer.norms() for layer in layers]).norm(dim=0))
 
     def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
         layers = self.model.layers(theta, self._x, self._y)

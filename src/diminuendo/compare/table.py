@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,7 @@ class TableFolder:
                 others.append(cell)
                 continue
             try:
-                self.folder.stored_or(cell.name, lambda cell=cell: bench.run(cell).to_dict())
+                self.folder.stored_or(cell.name, partial(_run, bench, cell))
             finally:
                 (self.path / "claims" / cell.name).unlink(missing_ok=True)
             done(cell)
@@ -305,6 +306,10 @@ class TableFolder:
             return False
         _files.write_text(path, mine)
         return True
+
+
+def _run(bench: Bench, cell: Cell) -> dict[str, Any]:
+    return bench.run(cell).to_dict()
 
 
 def _alive(process: int) -> bool:
