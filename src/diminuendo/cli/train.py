@@ -165,7 +165,8 @@ def _write(
 def _loading(section: dict[str, Any] | None, choice: Choice | None, path: Path) -> str:
     """How to get the trained model back, as lines of the report."""
     if section is None:
-        assert choice is not None and choice.model is not None
+        assert choice is not None
+        assert choice.model is not None
         maker = choice.model
         module, name = "diminuendo.tuning", type(maker).__name__
         made = f"{maker!r}()"
