@@ -300,6 +300,7 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     monkeypatch.setattr(conv, "_NARROW", 1)
+    monkeypatch.setattr(sums, "_NARROW", 1)
     if kind == "linear":
         model, x, owner = nn.Linear(70, 64), torch.randn(40, 70), Product
     else:
