@@ -15,7 +15,7 @@ from diminuendo.training.clipping.sums import Job, Product, Term, multiply
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
 # What sums in float32 with an error that is known beforehand may take of the allowance, together.
-_KNOWN = 0.5
+_KNOWN = 0.48
 TAME = 2.0**-60, 2.0**60
 """Clip bounds, and factors that are not zero, for which float32 neither over- nor underflows."""
 
