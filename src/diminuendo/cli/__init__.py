@@ -18,6 +18,7 @@ from diminuendo.cli import (
     bounds,
     budget,
     ledger,
+    page,
     plan,
     report,
     reproduce,
@@ -35,7 +36,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, audit, reproduce, ledger, report):
+_COMMANDS = (
+    budget,
+    account,
+    plan,
+    page,
+    bounds,
+    train,
+    tune,
+    audit,
+    reproduce,
+    ledger,
+    report,
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 
