@@ -423,6 +423,32 @@ def test_an_epoch_has_empty_draws_and_divides_by_the_expected_batch() -> None:
     assert loader.sample_rate == 1 / 120
 
 
+def test_noise_is_sigma_times_the_clip_norm_over_the_expected_batch() -> None:
+    """On an empty draw the gradient is noise alone: 10,000 numbers a step, and the same seed."""
+    model = nn.Linear(D, 10_000 // D, bias=False)
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(data(), batch_size=2),
+        noise_multiplier=0.7,
+        max_grad_norm=3.0,
+        noise_generator=generator(),
+    )
+    noise = []
+    for x, _ in loader:
+        private(x).mean().backward()
+        if len(x) == 0:
+            noise.append(model.weight.grad)
+        optimizer.step()
+    deviation = torch.stack([part for part in noise if part is not None]).std()
+    assert float(deviation) == pytest.approx(0.7 * 3.0 / 2, rel=0.05)
+
+
+def test_before_make_private() -> None:
+    with pytest.raises(UsageError, match="make_private comes first"):
+        PrivacyEngine().save_checkpoint(path="run.pt", module=network())
+
+
 def test_a_model_that_takes_no_empty_batch() -> None:
     class Picky(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -458,6 +484,20 @@ def test_sums_are_not_divided() -> None:
         train(private, optimizer, loader, nn.CrossEntropyLoss(reduction=reduction))
         results.append(parameters(model))
     torch.testing.assert_close(*results)
+
+
+def test_a_sum_over_a_constant_that_some_batch_has() -> None:
+    """Batches of 20 rows, and others, with a loss that is a sum over 20."""
+    engine, model, optimizer, loader = made(loss_reduction="sum")
+    sizes = set()
+
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        sizes.add(len(out))
+        return nn.functional.cross_entropy(out, y, reduction="sum") / 20
+
+    while 20 not in sizes:  # one in ten
+        train(model, optimizer, loader, criterion)
+    assert len(engine.accountant) % 6 == 0
 
 
 def test_a_split_batch_is_the_same_step() -> None:

@@ -16,7 +16,8 @@ from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, UsageE
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
 from diminuendo.training import Flat, PerLayer, PrivateGradients, Released
-from diminuendo.training.mean_loss import Reduced, track
+from diminuendo.training.mean_loss import track
+from diminuendo.training.reduced import Reduced
 
 Clipping = Flat | PerLayer
 
@@ -120,20 +121,21 @@ class Run:
 
     def take_step(self, reduced: Reduced) -> None:
         """`loss.backward()`: refuse what is no mean over examples, else charge and release."""
-        if reduced.kind != self.reduction:
+        given = reduced.as_kind(self.reduction)
+        if given is None:
             raise UsageError(
                 f"The loss is a {reduced.kind} over examples, and make_private was told "
                 f'loss_reduction="{self.reduction}". Make the two agree.'
             )
-        if self._numbers not in (None, reduced.numbers):
+        if self._numbers not in (None, given.numbers):
             raise UsageError(
-                f"The loss is multiplied by {_product(reduced.numbers):g} here and was by "
+                f"The loss is multiplied by {_product(given.numbers):g} here and was by "
                 f"{_product(self._numbers or ()):g} before. A factor that follows the batch (its "
                 "size, say) would let one example change what others add: scale the learning rate "
                 "instead."
             )
-        self.backward(reduced.losses)
-        self._numbers = reduced.numbers
+        self.backward(given.losses)
+        self._numbers = given.numbers
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example: the step is charged and released, or a part of it is summed."""
