@@ -39,6 +39,7 @@ _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "path": str,
         "clip": _NUMBER,
         "steps": (int, str),
+        "epochs": _NUMBER,
         "kappa": _NUMBER,
         "gamma": _NUMBER,
         "spectrum": list,
@@ -134,7 +135,7 @@ def train(
 
     Paths are relative to the file; modules beside it can be imported. All keys: docs/training.md.
     """
-    from diminuendo.training import fit
+    from diminuendo.training import Compute, Progress, fit
 
     settings, here = _read(run), run.parent.resolve()
     training = settings["training"]
@@ -164,16 +165,20 @@ def train(
                 lr_scheduler=lr_scheduler,
                 strict=training.get("strict", False),
                 clip=clip,
-                micro_batch=training.get("micro_batch"),
                 noise=noise or training.get("noise", "exact"),
                 seed=training.get("seed"),
-                workers=training.get("workers", 0),
-                device=training.get("device"),
+                device=Compute(
+                    device=training.get("device"),
+                    workers=training.get("workers", 0),
+                    micro_batch=training.get("micro_batch"),
+                ),
                 spending=_spending(settings, here, plan, data, progress=not as_json),
                 folder=_checkpoints(output / "checkpoint", training, moved),
-                progress=not as_json,
-                reveal_training_loss=reveal_training_loss
-                or training.get("reveal_training_loss", False),
+                progress=Progress(
+                    shown=not as_json,
+                    reveal_training_loss=reveal_training_loss
+                    or training.get("reveal_training_loss", False),
+                ),
             )
     facts = _write(output, model, plan, result)
     page = run_report.page(plan, facts)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
+from diminuendo.training.compute import Compute
 from diminuendo.training.distributed import Group, for_all_ranks
 from diminuendo.training.groups import Groups
 from diminuendo.training.guard import check_scheduler, check_unit
@@ -23,9 +23,13 @@ from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
-from diminuendo.training.progress import reading
+from diminuendo.training.progress import AfterStep, Progress, reading
 from diminuendo.training.run import Result, Run
+from diminuendo.training.sampling import precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
+from diminuendo.training.usable import refuse_not_finite
+
+_Settings = TypeVar("_Settings", Compute, Progress)
 
 
 class _Deprecated(TypedDict, total=False):
@@ -33,6 +37,20 @@ class _Deprecated(TypedDict, total=False):
 
     source: Any
     checkpoint_every: int
+    workers: int
+    micro_batch: int | None
+    after_step: AfterStep | None
+    reveal_training_loss: bool
+
+
+_INSTEAD = {
+    "source": "spending=ledger.pay(budget, plan, data=source)",
+    "checkpoint_every": "folder=Checkpoints(folder, every)",
+    "workers": "device=Compute(workers=…)",
+    "micro_batch": "device=Compute(micro_batch=…)",
+    "after_step": "progress=Progress(after_step=…)",
+    "reveal_training_loss": "progress=Progress(reveal_training_loss=True)",
+}
 
 
 def fit(
@@ -51,15 +69,11 @@ def fit(
     ledger: str | Path | Payer | None = None,
     budget: str | None = None,
     policy: Policy | None = None,
-    micro_batch: int | None = None,
     noise: NoiseName = "exact",
     seed: int | None = None,
     folder: str | Path | Checkpoints | None = None,
-    workers: int = 0,
-    device: torch.device | str | None = None,
-    progress: bool = True,
-    reveal_training_loss: bool = False,
-    after_step: Callable[[int, PrivateGradients], None] | None = None,
+    device: torch.device | str | Compute | None = None,
+    progress: bool | Progress = True,
     **deprecated: Unpack[_Deprecated],
 ) -> Result:
     """Train `model` on `data` by the plan; the model is changed in place.
@@ -79,18 +93,14 @@ def fit(
     ledger        a ledger or its URL, and `budget` the name of the budget there that pays: short
                   for spending=ledger.pay(budget, plan, data=data)
     policy        picks σ by what it is shown and nothing else, or it cannot be resumed exactly
-    micro_batch   largest number of examples held in memory at once
     noise         "exact": what is released is a post-processing of the ideal Gaussian mechanism;
                   "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed          only for tests and experiments: the run is then not private
     folder        where checkpoints go, and where an interrupted run is taken up again; a
                   `Checkpoints` says how often, too
-    workers       processes that load examples of a map-style dataset
-    device        where to train; the model is moved there
-    reveal_training_loss
-                  shows the mean loss of each batch in the bar, and the last one's in the result;
-                  the privacy claim does not cover it
-    after_step    called with the number of steps taken, and the PrivateGradients
+    device        where to train; the model is moved there. A `Compute` says how many examples are
+                  held in memory at once (micro-batches), and how many processes load them, too
+    progress      whether a bar is shown; a `Progress` says what is called after each step, too
 
     Returns a `Result`: how the run ended and what it spent.
     """
@@ -105,7 +115,12 @@ def fit(
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
     persons = Groups.of(groups)
-    source, checkpoints = _with_deprecated(deprecated, data, folder)
+    refuse_not_finite(data, precision_of(model))
+    _warn_of(deprecated)
+    source = deprecated.get("source", data)
+    checkpoints = _checkpoints(folder, deprecated)
+    compute = _with(Compute.of(device), deprecated, "workers", "micro_batch")
+    watching = _with(Progress.of(progress), deprecated, "after_step", "reveal_training_loss")
     group = Group.current()
     if ledger is not None or budget is not None:
         if budget is None or spending is not None:
@@ -116,9 +131,8 @@ def fit(
                 remedy='fit(..., ledger="ledger.sqlite", budget="patients").',
             )
         planned = plan if policy is None else None
-        spending = _paid_by(ledger, budget, planned, source, group, progress)
-    if device is not None:
-        _move(model, device)
+        spending = _paid_by(ledger, budget, planned, source, group, watching.shown)
+    compute.move(model)
     journal = None if checkpoints is None else checkpoints.journal(plan, writes=group.first)
     private = PrivateGradients(
         model,
@@ -126,7 +140,7 @@ def fit(
         clip=clip,
         spending=spending,
         policy=policy,
-        micro_batch=micro_batch,
+        micro_batch=compute.micro_batch,
         journal=journal,
         noise=noise,
         seed=seed,
@@ -161,10 +175,8 @@ def fit(
                 data,
                 loss,
                 groups=persons,
-                workers=workers,
-                progress=progress,
-                reveal=reveal_training_loss,
-                after_step=after_step,
+                workers=compute.workers,
+                progress=watching,
             )
         except BaseException as error:
             private.spending.close(type(error).__name__)
@@ -177,27 +189,31 @@ def fit(
             checkpoint.close()
 
 
-def _with_deprecated(
-    deprecated: _Deprecated, data: Any, folder: str | Path | Checkpoints | None
-) -> tuple[Any, Checkpoints | None]:
-    """What the budget's data are known by, and the checkpoints, by new arguments or old ones."""
-    instead = {
-        "source": "spending=ledger.pay(budget, plan, data=source)",
-        "checkpoint_every": "folder=Checkpoints(folder, every)",
-    }
+def _warn_of(deprecated: _Deprecated) -> None:
+    """A warning for each argument that will go, with what to write instead."""
     for name in deprecated:
-        if name not in instead:
+        if name not in _INSTEAD:
             raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
         warnings.warn(
-            f"fit({name}=…) will go with the next version: write {instead[name]}.",
+            f"fit({name}=…) will go with the next version: write {_INSTEAD[name]}.",
             DeprecationWarning,
             stacklevel=3,
         )
-    source = deprecated.get("source")
-    if folder is not None and not isinstance(folder, Checkpoints):
-        every = deprecated.get("checkpoint_every", Checkpoints.every)
-        folder = Checkpoints(folder, _validate.count("checkpoint_every", every))
-    return data if source is None else source, folder
+
+
+def _checkpoints(
+    folder: str | Path | Checkpoints | None, deprecated: _Deprecated
+) -> Checkpoints | None:
+    if folder is None or isinstance(folder, Checkpoints):
+        return folder
+    every = deprecated.get("checkpoint_every", Checkpoints.every)
+    return Checkpoints(folder, _validate.count("checkpoint_every", every))
+
+
+def _with(settings: _Settings, deprecated: _Deprecated, *names: str) -> _Settings:
+    """The settings, with those of these names that came as arguments of their own."""
+    given: dict[str, Any] = {**deprecated}
+    return replace(settings, **{name: given[name] for name in names if name in deprecated})
 
 
 def _paid_by(
@@ -213,12 +229,3 @@ def _paid_by(
             return from_ledger(ledger, budget, plan, data=data, progress=progress)
 
     return for_all_ranks(group, make)
-
-
-def _move(model: nn.Module, device: torch.device | str) -> None:
-    try:
-        model.to(device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(
-            "a device that is there", name="device", value=str(device), remedy=f"({error})"
-        ) from None

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from diminuendo import _progress
 from diminuendo.planning import Plan
@@ -16,6 +17,28 @@ _SECONDS = 1.0
 _FINEST = 200
 
 Advance = Callable[[float | None], None]
+AfterStep = Callable[[int, PrivateGradients], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What `fit` takes for `progress` where yes or no does not say enough.
+
+    shown       whether a bar is shown, on stderr
+    after_step  called after each step with the number of steps taken, and the `PrivateGradients`
+    reveal_training_loss
+                shows the mean loss of each batch in the bar, and the last one's in the result; the
+                privacy claim does not cover it
+    """
+
+    shown: bool = True
+    after_step: AfterStep | None = None
+    reveal_training_loss: bool = False
+
+    @classmethod
+    def of(cls, progress: Progress | bool) -> Progress:
+        """A `Progress` as it is; yes or no as one."""
+        return progress if isinstance(progress, Progress) else cls(shown=bool(progress))
 
 
 class EpsilonSoFar:

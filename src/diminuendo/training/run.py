@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.journal import steps_ahead
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
-from diminuendo.training.progress import bar
+from diminuendo.training.progress import Progress, bar
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
 
@@ -51,6 +52,11 @@ class Result:
     """Where the spending is on record: ledger, budget, run and chain head."""
 
 
+def steps_in_words(number: int) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
 class Run:
     """A model, its optimiser and their checkpoint, trained by private gradients."""
 
@@ -65,6 +71,7 @@ class Run:
         self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
         self._checkpoint, self._every = checkpoint, every
         self._due = 0
+        self._began: int | None = None
 
     def resume(self) -> None:
         """Take up the checkpoint, or begin; what may have been released after it stays spent."""
@@ -88,10 +95,8 @@ class Run:
         loss: Loss,
         *,
         groups: Any = None,
-        workers: int,
-        progress: bool,
-        reveal: bool,
-        after_step: Callable[[int, PrivateGradients], None] | None,
+        workers: int = 0,
+        progress: Progress,
     ) -> Result:
         """Every step that the plan and the budget allow, or until a signal asks to stop."""
         private = self._private
@@ -100,7 +105,7 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
-        with stop_signals() as stopped, bar(progress, private) as advance:
+        with stop_signals() as stopped, bar(progress.shown, private) as advance:
             try:
                 self._save_when_due()
                 for losses in _losses(private, loss, data, groups, workers):
@@ -112,9 +117,9 @@ class Run:
                         continue
                     if self._lr_scheduler is not None:
                         self._lr_scheduler.step()
-                    if after_step is not None:
-                        after_step(private.step, private)
-                    seen = _mean(losses) if reveal else None
+                    if progress.after_step is not None:
+                        progress.after_step(private.step, private)
+                    seen = _mean(losses) if progress.reveal_training_loss else None
                     advance(seen)
                     if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
@@ -126,6 +131,14 @@ class Run:
             status, reason = "refused", "too little is left of the budget for another step"
         private.guard.verify()
         self._save()
+        if private.lost:
+            taken = private.step - private.lost
+            if status == "done":
+                reason = f"{steps_in_words(taken)} of the plan's {private.plan.steps} were taken"
+            reason += (
+                f"; {steps_in_words(private.lost)} were lost when the run broke off: spent, and "
+                "not taken"
+            )
         return Result(
             status,
             reason,
@@ -136,7 +149,7 @@ class Run:
             private.spending.budget.relation,
             private.private,
             private.lost,
-            reveal,
+            progress.reveal_training_loss,
             seen,
             private.noise,
             private.delta_added,
@@ -160,9 +173,11 @@ class Run:
         return {name: type(part).__name__ if part else None for name, part in both.items()}
 
     def _save_when_due(self) -> None:
-        if self._private.step >= self._due:
+        step = self._private.step
+        self._began = step if self._began is None else self._began
+        if step >= self._due:
             self._save()
-            self._due = self._private.step + self._every
+            self._due = step + steps_ahead(step - self._began, self._every)
 
     def _save(self) -> None:
         if self._checkpoint is None or not self._checkpoint.writes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -300,8 +301,10 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     monkeypatch.setattr(conv, "_NARROW", 1)
+    model: nn.Module
+    owner: type[Any] = Product
     if kind == "linear":
-        model, x, owner = nn.Linear(70, 64), torch.randn(40, 70), Product
+        model, x = nn.Linear(70, 64), torch.randn(40, 70)
     else:
         groups = 2 if kind == "groups" else 1
         model, x = nn.Conv1d(6, 8, 2, groups=groups), torch.randn(40, 6, 9)
@@ -429,7 +432,7 @@ def test_a_cpu_that_may_multiply_in_bfloat16(layer: str, monkeypatch: pytest.Mon
         finally:
             torch.set_float32_matmul_precision(before)
     # The layer's own forward pass plays no part: the gradients are the weights.
-    assert torch.allclose(*found, rtol=1e-4)
+    assert torch.allclose(found[0], found[1], rtol=1e-4)
     per_example = [
         torch.autograd.grad(
             (model.double().layer(row.double()[None]) * w.double()[None]).sum(),
@@ -444,7 +447,8 @@ def test_what_a_certified_sum_needs() -> None:
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3)
     with Engine(model) as engine:
-        for wrong in ({"scale": 0.5}, {"share": 0.0}, {"share": 1.5}):
+        refused: list[dict[str, Any]] = [{"scale": 0.5}, {"share": 0.0}, {"share": 1.5}]
+        for wrong in refused:
             with pytest.raises(EngineError, match="scale 1 and a share"):
                 engine.clipped_sum(model(x).sum(1), Flat(1.0), certify=True, **wrong)
         for narrow in (engine.zeros(), engine.zeros):
