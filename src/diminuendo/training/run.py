@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diminuendo.errors import BudgetRefused, InputError
-from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.groups import Groups
 from diminuendo.training.journal import steps_ahead
 from diminuendo.training.kept import same_randomness
 from diminuendo.training.learning_rates import PlannedRates
-from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import Progress, bar
+from diminuendo.training.result import Result, Status, result_of
 from diminuendo.training.sampling import Source, precision_of
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
-
-Status = Literal["done", "refused", "interrupted"]
+from diminuendo.training.tracking import Tracking
 
 _TRIED = 4
 """Rows at which a model is tried out at least before anything is charged."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended and what it spent.
-
-    Holds nothing that was not paid for, except for `training_loss` where it was asked to be
-    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
-    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
-    noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
-    `unit` is what the claim protects: an example, or with groups a person.
-    """
-
-    status: Status
-    reason: str
-    steps: int
-    events: tuple[GaussianStep, ...]
-    epsilon: float
-    delta: float
-    relation: str
-    private: bool
-    lost: int = 0
-    revealed: bool = False
-    training_loss: float | None = None
-    noise: NoiseName = "exact"
-    delta_added: float = 0.0
-    unit: str = "example"
-    ledger: dict[str, Any] = field(default_factory=dict)
-    """Where the spending is on record: ledger, budget, run and chain head."""
-
-
-def steps_in_words(number: int) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{number} step{'' if number == 1 else 's'}"
 
 
 class Run:
@@ -73,8 +36,10 @@ class Run:
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         checkpoint: Checkpoint | None,
         every: int,
+        track: Tracking,
     ) -> None:
         self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
+        self._track = track
         self._checkpoint, self._every = checkpoint, every
         self._due = 0
         self._began: int | None = None
@@ -111,7 +76,8 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
-        with stop_signals() as stopped, bar(progress.shown, private) as advance:
+        shown = bar(progress.shown, private, self._track.epsilon)
+        with stop_signals() as stopped, shown as advance:
             try:
                 self._save_when_due()
                 for losses in _losses(private, loss, data, groups, workers):
@@ -121,12 +87,14 @@ class Run:
                     self._optimizer.zero_grad(set_to_none=True)
                     if private.step == before:
                         continue
+                    rate = float(self._optimizer.param_groups[0]["lr"])
                     if self._lr_scheduler is not None:
                         self._lr_scheduler.step()
                     if progress.after_step is not None:
                         progress.after_step(private.step, private)
                     seen = _mean(losses) if progress.reveal_training_loss else None
                     advance(seen)
+                    self._track.step(rate, seen)
                     if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
                         break
@@ -137,29 +105,12 @@ class Run:
             status, reason = "refused", "too little is left of the budget for another step"
         private.guard.verify()
         self._save()
-        if private.lost:
-            taken = private.step - private.lost
-            if status == "done":
-                reason = f"{steps_in_words(taken)} of the plan's {private.plan.steps} were taken"
-            reason += (
-                f"; {steps_in_words(private.lost)} were lost when the run broke off: spent, and "
-                "not taken"
-            )
-        return Result(
+        return result_of(
+            private,
             status,
             reason,
-            private.step,
-            private.spending.granted,
-            private.spending.epsilon(),
-            private.spending.budget.delta,
-            private.spending.budget.relation,
-            private.private,
-            private.lost,
-            progress.reveal_training_loss,
-            seen,
-            private.noise,
-            private.delta_added,
-            private.unit,
+            revealed=progress.reveal_training_loss,
+            training_loss=seen,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
