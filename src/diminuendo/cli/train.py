@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from diminuendo.ledger import LedgerSpending
     from diminuendo.training import Checkpoints, Result
     from diminuendo.training.groups import Groups
+    from diminuendo.tuning import Choice
 
 _NUMBER = (int, float)
 _KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
@@ -123,7 +124,8 @@ def train(
       [data]
       path = "train.npz"                # arrays x and y; or factory = "module:function"
       [plan]
-      path = "plan.json"                # or a [budget] and the arguments of dim.plan here
+      path = "plan.json"                # or choice.json of `diminuendo tune`, which brings lr, clip
+                                        # and model; or a [budget] and dim.plan's arguments here
       [ledger]
       budget = "patients"               # who pays; url = "…" unless it is the default ledger
       [training]
@@ -138,13 +140,14 @@ def train(
     from diminuendo.training import Compute, Progress, fit
 
     settings, here = _read(run), run.parent.resolve()
-    training = settings["training"]
+    choice = _choice(settings, here)
+    training = {**_chosen(choice), **settings["training"]}
     with _importable(here):
         _seed_initialisation(training.get("seed"))
-        model = _model(settings["model"])
+        model = _model(settings.get("model"), choice)
         data = _data(settings["data"], here, model)
         groups = _groups(settings["data"], here)
-        plan = _plan(settings, here, model, data, groups)
+        plan = _plan(settings, here, model, data, groups) if choice is None else choice.plan
         loss = _made(
             training.get("loss", "torch.nn:CrossEntropyLoss"),
             "training.loss",
@@ -205,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
             kinds = _KEYS[section][key]
             if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
                 raise InputError(_kinds_said(kinds), name=f"{section}.{key}", value=value)
-    for section in ("model", "data", "training", "output"):
+    for section in ("data", "training", "output"):
         if section not in settings:
             raise InputError(
                 "there",
@@ -308,9 +311,50 @@ def _seed_initialisation(seed: Any) -> None:
         torch.manual_seed(_validate.count("training.seed", seed, at_least=0, at_most=2**63))
 
 
-def _model(section: Mapping[str, Any]) -> Any:
+def _choice(settings: Mapping[str, Any], folder: Path) -> Choice | None:
+    """What `diminuendo tune` chose, where that is the file that plan.path names."""
+    section = settings.get("plan", {})
+    if "path" not in section:
+        return None
+    path = folder / section["path"]
+    text = _files.read_text(path, name="the plan")
+    if '"diminuendo.choice/' not in text[:100]:
+        return None
+    from diminuendo.tuning import Choice
+
+    _check_alone(settings)
+    return Choice.from_json(text, source=str(path))
+
+
+def _chosen(choice: Choice | None) -> dict[str, Any]:
+    """What a choice says of [training]."""
+    if choice is None:
+        return {}
+    return {"lr": choice.lr, "clip": choice.candidate.clipping}
+
+
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    section = settings.get("plan", {})
+    if len(section) > 1 or "budget" in settings:
+        raise InputError(
+            "left out where plan.path is given",
+            name="the rest of [plan], and [budget]",
+            value=sorted({*section, "budget"} - {"path"}),
+        )
+
+
+def _model(section: Mapping[str, Any] | None, choice: Choice | None) -> Any:
     from torch import nn
 
+    if section is None:
+        if choice is None or choice.model is None:
+            raise InputError(
+                "there",
+                name="the section [model] of the run file",
+                value=None,
+                remedy="`diminuendo train --help` shows one.",
+            )
+        return choice.model()
     model = _made(section.get("factory"), "model.factory", section.get("arguments", {}))
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -361,12 +405,7 @@ def _plan(
 ) -> Plan:
     section = dict(settings.get("plan", {}))
     if "path" in section:
-        if len(section) > 1 or "budget" in settings:
-            raise InputError(
-                "left out where plan.path is given",
-                name="the rest of [plan], and [budget]",
-                value=sorted({*section, "budget"} - {"path"}),
-            )
+        _check_alone(settings)
         path = folder / section["path"]
         return Plan.from_json(_files.read_text(path, name="the plan"), source=str(path))
     if "budget" not in settings:

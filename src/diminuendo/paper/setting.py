@@ -101,7 +101,7 @@ class Setting:
     hidden: int = 1000
     grids: Mapping[str, tuple[tuple[int, ...], int]]
     joint: tuple[JointTask, ...] = JOINT
-    joint_effort: tuple[Effort, Effort] = (Effort(5, 6), Effort(3, 3))
+    joint_effort: tuple[Effort, Effort] = (Effort(5, 6), Effort(4, 4))
     joint_large: int = 30_000_000
 
     def __post_init__(self) -> None:
