@@ -31,6 +31,7 @@ BEFORE["report"] = {*CORE, "ledger"}
 BEFORE["replicas"] = {*CORE, "training", "ledger"}
 BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
 BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}
+BEFORE["audit"] = {*CORE, "training"}
 BEFORE["paper"] = {*BEFORE}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}

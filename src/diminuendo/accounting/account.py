@@ -18,7 +18,7 @@ from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.accounting.subsampled import closed_form
-from diminuendo.budget import Budget, Relation
+from diminuendo.budget import Budget, Relation, as_budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
@@ -137,7 +137,7 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
     return Releases(keys.real.copy(), keys.imag.copy(), counts.astype(np.float64))
 
 
-def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
+def claim(events: Iterable[GaussianStep], budget: Budget | tuple[float, float]) -> float:
     """The ε ≥ 0 that may be claimed for these events together, by the budget's terms.
 
     A certified upper bound for an adversary who sees every step, at the budget's δ and neighbouring
@@ -145,7 +145,7 @@ def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
     batch, by the certified bounds for Poisson sampling otherwise. The events must have been fixed
     in advance; for σ chosen while training, what a filter guarantees is the claim.
     """
-    return of_events(events).claim(budget)
+    return of_events(events).claim(as_budget(budget))
 
 
 def of_events(events: Iterable[GaussianStep]) -> Releases:

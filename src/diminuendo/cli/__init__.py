@@ -14,6 +14,7 @@ import typer
 from diminuendo import __version__
 from diminuendo.cli import (
     account,
+    audit,
     bounds,
     budget,
     ledger,
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report):
+for _command in (budget, account, plan, bounds, train, tune, audit, reproduce, ledger, report):
     _command.register(app)
 
 

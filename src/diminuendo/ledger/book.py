@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Row, Select, select
 
 from diminuendo import _validate
 from diminuendo.accounting.filters import best_order
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import BudgetRefused, InputError, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import address, keys, operations, process, renamed, rows, schema
@@ -154,7 +154,7 @@ class Ledger:
     def create(
         self,
         name: str,
-        budget: Budget,
+        budget: Budget | tuple[float, float],
         *,
         data: str | None = None,
         unit: str = "example",
@@ -176,6 +176,7 @@ class Ledger:
                       first call is recorded as a proposal, the same call by another person acts
         allow_second  allow a second budget for the same data: the two add up to more than either
         """
+        budget = as_budget(budget)
         if composition == "renyi" and order is None:
             order = best_order(budget, typical or _TYPICAL)
         terms = Terms(

@@ -14,7 +14,7 @@ from diminuendo._validate import Vector
 from diminuendo.bounds import landscape, runs
 from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
-from diminuendo.influence.learning_rates import LearningRates
+from diminuendo.influence.learning_rates import LearningRates, check_name
 from diminuendo.planning import text
 from diminuendo.planning.constants import Constants, Guesses
 from diminuendo.planning.gain import expected_gain
@@ -81,10 +81,11 @@ def plan(
     schedule        "optimal", a named shape, a function of t, or an array of T numbers
     fall            σ_T/σ_1 of a named shape, in (0, 1]; the optimal schedule's unless stated
     sampling_rate   Poisson sampling rate in (0, 1], 1 is the full batch; or one rate for each step
-    lr              the learning rates η_1…η_T that training will use: an array, a function of
-                    t = 1…T or a function from a PyTorch optimizer to its scheduler, in units of
-                    one over an eigenvalue with a spectrum and of 1/M otherwise; or "joint": plan
-                    them together with the noise, for plain gradient descent
+    lr              the learning rates η_1…η_T that training will use: an array, "constant",
+                    "linear" or "cosine" (from 1 towards 0), a function of t = 1…T or a function
+                    from a PyTorch optimizer to its scheduler, in units of one over an eigenvalue
+                    with a spectrum and of 1/M otherwise; or "joint": plan them together with the
+                    noise, for plain gradient descent
 
     Public guesses, each of which has a default:
 
@@ -104,6 +105,8 @@ def plan(
     examples, clip = _validate.count("examples", examples), _validate.positive("clip", clip)
     if parameters is not None:
         parameters = _validate.count("parameters", parameters)
+    if isinstance(lr, str):
+        check_name(lr, also=("joint",))
     if epochs is not None:
         steps = steps_of(epochs, steps, sampling_rate)
     fixed = _fixed_steps(steps, sampling_rate, lr)
@@ -131,8 +134,8 @@ def plan(
     T, uniform_T = _most(loss.best_steps(level)) if fixed is None else (fixed, fixed)
     preferred = T if fixed is None or lr is not None else loss.best_steps(level)[0]
     chosen: list[str] = []
-    if isinstance(lr, str):
-        one_rate = _one_rate(lr, rate)
+    if isinstance(lr, str) and lr == "joint":
+        one_rate = _one_rate(rate)
         noise = constants.sampling_noise(one_rate, examples=examples, parameters=parameters)
         lr = joint_learning_rates(
             loss, level, T, budget, one_rate, noise=noise, max_lr=constants.max_lr
@@ -226,9 +229,8 @@ def _most(steps: tuple[int, int]) -> tuple[int, int]:
     return steps
 
 
-def _one_rate(lr: str, rate: float | Vector) -> float:
+def _one_rate(rate: float | Vector) -> float:
     """The sampling rate of a plan that chooses its learning rates."""
-    _validate.choice("lr", lr, ("joint",))
     if not isinstance(rate, float):
         raise InputError(
             "one number where learning rates are planned together with the noise",

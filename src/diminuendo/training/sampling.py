@@ -232,9 +232,20 @@ class Sampler:
     def __init__(self, plan: Plan, seeds: Seeds, group: Group, micro_batch: int | None) -> None:
         self._plan, self._seeds, self._group = plan, seeds, group
         self._rates: list[float] = plan.rates.tolist()
-        self.micro_batch = (
-            None if micro_batch is None else _validate.count("micro_batch", micro_batch)
-        )
+        self.smallest: int | None = None
+        """The smallest limit that any part had so far; None where there was none."""
+        self.micro_batch = micro_batch
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest number of examples in one part; may be changed between steps."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, limit: int | None) -> None:
+        self._micro_batch = None if limit is None else _validate.count("micro_batch", limit)
+        if self._micro_batch is not None:
+            self.smallest = min(self._micro_batch, self.smallest or self._micro_batch)
 
     def rate(self, step: int) -> float:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""

@@ -179,6 +179,11 @@ class PrivateGradients:
         """Steps that may have been paid for: those that are over, and one that is under way."""
         return self.step + (self._open is not None)
 
+    @property
+    def waiting(self) -> int | None:
+        """The size of the batch, or part of one, that was drawn and waits for `backward`."""
+        return None if self._part is None else self._part.size
+
     # Algorithm 1
 
     def batches(
@@ -337,7 +342,7 @@ class PrivateGradients:
         facts; 0 with fast noise."""
         if not self._certified:
             return 0.0
-        largest = self.sampler.micro_batch or self.plan.examples
+        largest = self.sampler.smallest or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
         return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
