@@ -475,6 +475,8 @@ def _optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple[Any
     ):
         if dependent in training and leader not in training:
             raise InputError("given", name=f"training.{leader}", value=None)
+    if not {"lr", "optimizer", "lr_scheduler"} & training.keys():
+        return None, None  # `fit` chooses a learning rate, where it can
     rate = _validate.positive("training.lr", training.get("lr"), remedy="The learning rate.")
     optimizer: Any = None
     if "optimizer" in training:

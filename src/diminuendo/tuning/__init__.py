@@ -24,6 +24,7 @@ with _extras.needed("torch", extra="all", purpose="Tuning"):
     from diminuendo.tuning.defaults import (
         ChosenSettings,
         Settings,
+        learning_rate_for,
         settings_for,
         settings_for_regression,
     )
@@ -48,6 +49,7 @@ __all__ = [
     "Trial",
     "TuningResult",
     "TwoLayers",
+    "learning_rate_for",
     "select_on_private",
     "settings_for",
     "settings_for_regression",

@@ -10,6 +10,7 @@ A file there holds settings and no noise: the plan is made, and its ε certified
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -21,9 +22,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from diminuendo import __version__, _files
 from diminuendo.budget import Budget
-from diminuendo.errors import DiminuendoError
+from diminuendo.errors import DiminuendoError, InputError
+from diminuendo.planning import Plan
+from diminuendo.replicas.fingerprint import fingerprint
+from diminuendo.replicas.replica import Model
 from diminuendo.tuning import regression, tabular
 from diminuendo.tuning.auxiliary import Shape
 from diminuendo.tuning.choosing import tune
@@ -34,6 +41,8 @@ _VERSION = 1
 _ENTRIES = 400_000
 """Numbers in a synthetic training set at most: noise is scaled so that its effect stays."""
 _ROUNDS, _REPEATS = 2, 3
+_MOST_STEPS = 300
+"""Longer runs are stood for by this many steps; the learning rate is scaled to the same path."""
 _MOST_R = 1e6
 """Beyond it noise is too little to matter."""
 
@@ -77,8 +86,54 @@ def settings_for(
     key = {"budget": asdict(budget), "shape": asdict(shape), "hidden": hidden}
     return _kept(
         {**key, "fixed": fixed.to_dict()},
-        lambda: _chosen(budget, shape, hidden, fixed, progress),
+        lambda: _chosen(budget, shape, _model(shape, hidden), fixed, progress),
     )
+
+
+def learning_rate_for(model: nn.Module, plan: Plan, features: int) -> float:
+    """The learning rate with which a plan does best for a model of classes, and says so.
+
+    The model, as it is now, is trained on synthetic tables of `features` columns, with the plan's
+    steps, clip norm, momentum and sampling rate and uniform noise. Where the plan has learning
+    rates, what is returned is to be multiplied by them. An InputError where that cannot be done.
+    """
+    start = copy.deepcopy(model).cpu().float()
+    shares = 1.0 if plan.lr is None else float(plan.lr.mean())
+    fixed = Space(
+        steps=min(plan.steps, _MOST_STEPS),
+        clip=plan.clip,
+        momentum=plan.momentum or 0.0,
+        fall=1.0,
+        lr_shape="constant",
+        clipping="flat",
+        sampling_rate=float(plan.rates.mean()),
+    )
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            classes = start(torch.zeros(2, features)).shape[1]
+        shape = Shape(
+            examples=plan.examples, features=features, classes=classes, largest_norm=features**0.5
+        )
+        key = {"budget": asdict(plan.budget), "shape": asdict(shape), "fixed": fixed.to_dict()}
+        settings = _kept(
+            {**key, "model": fingerprint(start)},
+            lambda: _chosen(plan.budget, shape, lambda: copy.deepcopy(start), fixed, False),
+        )
+    except (DiminuendoError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise InputError(
+            "given for this model, which could not be tried on synthetic data",
+            name="lr",
+            value=None,
+            remedy=f"({error})",
+        ) from None
+    settings.say("lr", stacklevel=4)
+    longer = plan.steps / min(plan.steps, _MOST_STEPS)
+    return settings.candidate.lr / (shares * longer)
+
+
+def _model(shape: Shape, hidden: int) -> Model:
+    ends = shape.features, shape.classes
+    return TwoLayers(ends[0], hidden, ends[1]) if hidden else Linear(*ends)
 
 
 def settings_for_regression(
@@ -111,9 +166,7 @@ def _kept(facts: dict[str, Any], choose: Callable[[], Candidate]) -> Settings:
     return Settings(chosen, from_cache=False)
 
 
-def _chosen(budget: Budget, shape: Shape, hidden: int, fixed: Space, progress: bool) -> Candidate:
-    ends = shape.features, shape.classes
-    model = TwoLayers(ends[0], hidden, ends[1]) if hidden else Linear(*ends)
+def _chosen(budget: Budget, shape: Shape, model: Model, fixed: Space, progress: bool) -> Candidate:
     examples = min(shape.examples, max(_ENTRIES // shape.features, 100), 2000)
     small = replace(shape, examples=max(examples, 2))
     count = (3 + 4) * _REPEATS
