@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _later, _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
@@ -26,7 +26,7 @@ from diminuendo.training.probe import Loss
 from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
 from diminuendo.training.result import Result
 from diminuendo.training.run import Run
-from diminuendo.training.sampling import precision_of
+from diminuendo.training.sampling import arrays_of, as_trained, precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
 from diminuendo.training.tracking import Tracking
 from diminuendo.training.usable import refuse_not_finite
@@ -106,7 +106,9 @@ def fit(
                   each row. Each step draws persons, and one row of each; the plan's examples are
                   persons, and so is who the claim protects
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
-    lr            the learning rate of that; where the plan has learning rates, their unit
+    lr            the learning rate of that; where the plan has learning rates, their unit. Left
+                  out for a table of features, labels and CrossEntropyLoss, it is chosen on
+                  synthetic data of the same public shape, and said
     lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
                   differs from what the noise was planned for is warned about before anything is
                   spent; strict=True refuses it
@@ -157,6 +159,8 @@ def fit(
         planned = plan if policy is None else None
         spending = _paid_by(ledger, budget, planned, source, group, watching.shown)
     compute.move(model)
+    if optimizer is None and lr is None and group.world == 1:
+        lr = _learning_rate(model, data, plan, loss)
     journal = None if checkpoints is None else checkpoints.journal(plan, writes=group.first)
     private = PrivateGradients(
         model,
@@ -173,7 +177,12 @@ def fit(
     try:
         steps_by = optimizer or PrivateDescent(
             model.parameters(),
-            lr=_validate.positive("lr", lr, remedy="Or give an optimizer."),
+            lr=_validate.positive(
+                "lr",
+                lr,
+                remedy="Or give an optimizer. It is chosen for classes by CrossEntropyLoss from "
+                "arrays with one row for each example.",
+            ),
             beta=plan.momentum or 0.0,
         )
         check_unit(private.spending, grouped=persons is not None)
@@ -214,6 +223,18 @@ def fit(
         private.close()
         if checkpoint is not None:
             checkpoint.close()
+
+
+def _learning_rate(model: nn.Module, data: Any, plan: Plan, loss: Loss) -> float | None:
+    """A good one from synthetic data, where that stands for these; otherwise None."""
+    arrays = arrays_of(data)
+    if arrays is None or len(arrays) != 2 or type(loss) is not nn.CrossEntropyLoss:
+        return None
+    rows = as_trained(arrays[0], precision_of(model))
+    if rows.dim() != 2 or not rows.is_floating_point() or loss.weight is not None:
+        return None
+    found: float = _later("diminuendo.training", "learning_rate_for")(model, plan, rows.shape[1])
+    return found
 
 
 def _followed(

@@ -78,7 +78,7 @@ class Reductions(TorchFunctionMode):
         return func(*args, **named)
 
 
-def losses_behind(loss: Tensor) -> tuple[Reduced | None, str]:
+def kept_losses(loss: Tensor) -> tuple[Reduced | None, str]:
     """The losses behind a mean or a sum, or None and the reason where it is known."""
     if not isinstance(loss, Tracked):
         return None, ""
@@ -139,7 +139,7 @@ def _backward(
             "loss.backward() takes a private step and has no other arguments than retain_graph. "
             "Write the weights into the losses: (weights * losses).mean().backward()."
         )
-    reduced, reason = losses_behind(loss)
+    reduced, reason = kept_losses(loss)
     take_step = loss.take_step if isinstance(loss, Tracked) else None
     if take_step is None:
         reduced, reason = None, "Losses of two private models do not go into one number."
