@@ -51,6 +51,11 @@ def _six_digits(value: float, rounding: str) -> str:
     return f"{digits:f}" if 1e-4 < value < 1e9 else f"{digits:e}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def whole(value: float) -> str:
     """All digits of a number that somebody stated, and no more."""
     short = f"{value:g}"
