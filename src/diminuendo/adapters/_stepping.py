@@ -94,7 +94,7 @@ def result_of(private: PrivateGradients, interrupted: str = "") -> Result:
         private.private,
         private.lost,
         noise=private.noise,
-        delta_added=private.delta_added,
+        delta_added=private.delta_missed,
         unit=private.unit,
         ledger=spending.cite(),
     )

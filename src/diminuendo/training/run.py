@@ -158,7 +158,7 @@ class Run:
             progress.reveal_training_loss,
             seen,
             private.noise,
-            private.delta_added,
+            private.delta_missed,
             private.unit,
         )
 

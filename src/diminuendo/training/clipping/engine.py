@@ -249,6 +249,14 @@ class Engine:
             with torch.autocast(device, enabled=False):
                 return self._clipped_sum(losses, clip, accumulate, scale, allowance)
 
+    @property
+    def checks(self) -> bool:
+        """Whether certified sums so far had shapes for which they may fail, with ``FAILURE``.
+
+        Where not, all their errors are bounded beforehand. Told from shapes, not from data.
+        """
+        return self._summation.checks
+
     def sensitivity_factor(self, certified: bool) -> float:
         """What the noise's sensitivity is to be multiplied by for rounding errors; at least 1.
 
