@@ -76,7 +76,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
     """
 
     noise: NoiseName = "exact"
-    delta_added = 0.0
+    delta_missed = 0.0
     unit = "client"
 
     def __init__(
