@@ -209,7 +209,13 @@ def _most(steps: tuple[int, int]) -> tuple[int, int]:
 
 def _one_rate(lr: str, rate: float | Vector) -> float:
     """The sampling rate of a plan that chooses its learning rates."""
-    _validate.choice("lr", lr, ("joint",))
+    _validate.choice(
+        "lr",
+        lr,
+        ("joint",),
+        remedy="Or give η_1…η_T themselves: dim.influence.cosine(steps), .linear, .step_decay and "
+        ".warm_up make them, and a function of t or of an optimizer is taken, too.",
+    )
     if not isinstance(rate, float):
         raise InputError(
             "one number where learning rates are planned together with the noise",
