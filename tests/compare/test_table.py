@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import diminuendo as dim
 from diminuendo.cli import main
 from diminuendo.compare import Bench, Cell, Effort, Entry, TableFolder, cells, summary
 from diminuendo.compare.data import TASKS, Pool
+from diminuendo.compare.method import Range
 from diminuendo.compare.methods import METHODS
 
 EFFORT = Effort(trials=2, tuning_repeats=1, repeats=2)
@@ -95,6 +97,17 @@ def test_a_spoilt_cell_is_refused(tmp_path: Path) -> None:
     folder = TableFolder(tmp_path, EFFORT)
     (tmp_path / "runs" / "x.json").write_text('{"cell": {}}')
     with pytest.raises(dim.InputError, match="a cell"):
+        folder.entries()
+
+
+def test_a_cell_of_another_definition_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TableFolder(tmp_path, EFFORT)
+    folder.run(small(["uniform"]), Bench(EFFORT))
+    changed = dataclasses.replace(METHODS["uniform"], space={"lr": Range(1.0, 2.0)})
+    monkeypatch.setitem(METHODS, "uniform", changed)
+    with pytest.raises(dim.InputError, match="as it is now"):
         folder.entries()
 
 

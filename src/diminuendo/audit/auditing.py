@@ -31,6 +31,7 @@ from diminuendo.audit import statistics
 from diminuendo.audit.canaries import Canaries
 from diminuendo.audit.statistics import Flags
 from diminuendo.audit.trainers import Train, by_fit
+from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 
@@ -212,7 +213,7 @@ def _judge(
     )
     best = learned if attack == "learned" else planned
     distance = layout.planned
-    lower = _epsilon_at(plan, distance, best.lower * scale)
+    lower = epsilon_at(plan.sigmas, plan.rates, plan.budget, distance, best.lower * scale)
     guesses = statistics.best_guesses(runs * m, distance / scale, plan.budget.delta, error)
     free = statistics.any_mechanism(
         parts.sum(axis=2), present, guesses=guesses, delta=plan.budget.delta, error=error
@@ -235,19 +236,22 @@ def _judge(
     )
 
 
-def _epsilon_at(plan: Plan, planned: float, distance: float) -> float:
-    """A lower bound on ε where the distance is at least this, within the noise-scale family."""
+def epsilon_at(
+    sigmas: Vector, rates: Vector, budget: Budget, planned: float, distance: float
+) -> float:
+    """A lower bound on ε ≥ 0 where canaries lie at least `distance` apart, and `planned` is what
+    the noise multipliers imply: within the family of these steps with noise of one other scale."""
     if distance <= 0:
         return 0.0
     scale = planned / min(distance, 1e6)
-    sigmas = plan.sigmas * scale
-    if (plan.rates == 1).all():
-        sigmas = sigmas / plan.budget.sensitivity
-        least = math.sqrt(plan.steps) / 1e3
+    sigmas = sigmas * scale
+    if (rates == 1).all():
+        sigmas = sigmas / budget.sensitivity
+        least = math.sqrt(sigmas.size) / 1e3
     else:
         least = accounting.account.LEAST_SIGMA
     sigmas = sigmas * max(1.0, least / float(sigmas.min()))  # more noise: still a lower bound
-    return float(accounting.bracket(sigmas, plan.budget.delta, plan.rates).lower)
+    return float(accounting.bracket(sigmas, budget.delta, rates).lower)
 
 
 def _findings(parts: Vector, present: Flags) -> tuple[str, ...]:

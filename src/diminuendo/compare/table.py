@@ -79,6 +79,7 @@ class Entry:
     """What a cell reached.
 
     epsilon_claimed  the certified ε of each run
+    definition       the digest of the method's tuned numbers and their ranges
     settings         the tuned numbers, and `auxiliary` the accuracy that chose them
     accuracy, loss   test accuracy and training loss of each run, in the order of seeds; None where
                      a run was not finite
@@ -92,6 +93,7 @@ class Entry:
     accuracy: Sequence[float | None]
     loss: Sequence[float | None]
     seconds: float
+    definition: str
 
     @property
     def mean(self) -> Interval:
@@ -147,6 +149,7 @@ class Bench:
             accuracy=accuracy,
             loss=loss,
             seconds=round(time.process_time() - started, 2),
+            definition=method.digest,
         )
 
     def _tuned(
@@ -260,8 +263,22 @@ class TableFolder:
         for path in sorted((self.path / "runs").glob("*.json")):
             text = _files.read_text(path, name="a cell")
             data = _files.parse_json(text, name="a cell", source=str(path))
-            found.append(Entry.from_dict(data))
+            found.append(self._checked(Entry.from_dict(data), path))
         return sorted(found, key=lambda entry: entry.cell)
+
+    @staticmethod
+    def _checked(entry: Entry, path: Path) -> Entry:
+        """Refuse a cell of a method that has other tuned numbers, or is not known, by now."""
+        known = METHODS.get(entry.cell.method)
+        if known is None or known.digest != entry.definition:
+            raise InputError(
+                "of a method as it is now",
+                name="the cell",
+                value=entry.cell.name,
+                remedy=f"The method was tuned otherwise then. Remove {path}, or use another "
+                "folder.",
+            )
+        return entry
 
     def has(self, cell: Cell) -> bool:
         """Whether the cell is done."""

@@ -110,6 +110,7 @@ METHODS = (
         claim="T Gaussian releases of sums of vectors of norm at most 1; shift and scale come from "
         "what was released before.",
         run=_adaclip,
+        space={**COMMON, "clip": Range(0.01, 1.0)},
         differs="Full batches: the deviation of one example's gradient is estimated from that of "
         "the mean over N, and kept within a factor of 10 of its start.",
     ),

@@ -6,7 +6,7 @@ from diminuendo.compare import whole
 from diminuendo.compare.method import Method, Range, Settings
 from diminuendo.compare.private import Private
 
-_RIDGE = Range(1e-3, 0.3)
+_RIDGE = Range(1e-4, 1.0)
 _FAMILY = "not iterative, for convex losses"
 
 
@@ -65,7 +65,7 @@ METHODS = (
         claim="The final model alone is μ-GDP, by shifted interpolation: constant noise, no "
         "clipping, a smooth strongly convex loss.",
         run=lambda private, s: whole.last_iterate(private, s["ridge"], int(s["steps"])),
-        space={"ridge": _RIDGE, "steps": Range(choices=(15, 30, 60, 120))},
+        space={"ridge": _RIDGE, "steps": Range(choices=(20, 40, 80, 160, 320))},
         convex=True,
         differs="Nobody may see an iterate before the last.",
     ),
