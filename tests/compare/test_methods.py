@@ -14,7 +14,7 @@ import diminuendo as dim
 from diminuendo import accounting
 from diminuendo.budget import Budget, gaussian_delta
 from diminuendo.compare import clips, whole
-from diminuendo.compare.auditing import audit_method, can_be_audited
+from diminuendo.compare.auditing import audit_method, can_be_audited, one_by_one
 from diminuendo.compare.methods import METHODS, correlated
 from diminuendo.compare.models import Linear, Network
 from diminuendo.compare.private import DeclaredSpending, Private
@@ -68,7 +68,7 @@ def test_a_method_runs_on_the_network(key: str) -> None:
 @pytest.mark.parametrize("key", GRADIENTS)
 def test_no_method_leaks_more_than_it_pays_for(key: str) -> None:
     """Seeded; by chance it would fail with probability 1e-7 for each method."""
-    runs = 1 if METHODS[key].family == "noise by what was seen" else 6
+    runs = 1 if one_by_one(key) else 6
     found = audit_method(key, BUDGET, canaries=1500 // runs, runs=runs, confidence=1 - 1e-7)
     assert not found.exceeded
     assert found.noise_scale > 0.75

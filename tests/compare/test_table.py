@@ -219,6 +219,18 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
+def test_audit(capsys: pytest.CaptureFixture[str]) -> None:
+    """At confidence 0.999, seeded."""
+    base = ["compare", "--audit", "--method", "uniform", "--method", "quantile", "--no-progress"]
+    assert main([*base, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["exceeded"] == []
+    assert all(0 < one["epsilon_lower"] <= one["claim"] for one in facts["methods"])
+    assert main(base) == 0
+    assert "at least" in capsys.readouterr().out
+    assert main([*base, "--method", "output"]) == 2
+
+
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["methods"]

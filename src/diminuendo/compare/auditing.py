@@ -119,6 +119,11 @@ def audit_method(
     )
 
 
+def one_by_one(key: str) -> bool:
+    """Whether the method chooses by what was seen, so that its replicas are run one by one."""
+    return find(METHODS, key).family == "noise by what was seen"
+
+
 def can_be_audited(key: str) -> bool:
     """Whether the method releases gradients, on which canaries can be seen."""
     method = find(METHODS, key)
