@@ -169,6 +169,24 @@ def test_scaled_gradients_are_clipped_in_their_own_coordinates() -> None:
     torch.testing.assert_close(released, shift + scale * expected / 5, atol=2e-2, rtol=0)
 
 
+def test_the_clip_norm_reaches_its_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hardly any noise: after 200 steps the wished share of norms is below the clip norm."""
+    bounds: list[Tensor] = []
+    real = Private.count_below
+
+    def watched(self: Private, theta: Tensor, bound: Tensor, sigma: float) -> Tensor:
+        bounds.append(bound)
+        return real(self, theta, bound, sigma)
+
+    monkeypatch.setattr(Private, "count_below", watched)
+    hidden = private(Budget(epsilon=1e5, delta=1e-5))
+    run = METHODS["quantile"].run
+    assert run is not None
+    theta = run(hidden, {"steps": 200, "lr": 0.5, "clip": 0.05, "quantile": 0.7})
+    share = (hidden._norms(theta) <= bounds[-1].unsqueeze(1)).float().mean(1)
+    np.testing.assert_allclose(share.numpy(), 0.7, atol=0.05)
+
+
 # Convex losses
 
 
@@ -257,6 +275,14 @@ def test_the_sensitivity_of_a_factor_is_reached_by_equal_gradients_only() -> Non
         correlated.sensitivity(-matrix)
     with pytest.raises(dim.InputError):
         correlated.sensitivity(matrix.T)
+
+
+def test_the_square_root_of_prefix_sums() -> None:
+    root = correlated.banded_square_root(7, 7)
+    np.testing.assert_allclose(root @ root, np.tril(np.ones((7, 7))), atol=1e-12)
+    banded = correlated.banded_square_root(7, 3)
+    assert not banded[3:, 0].any()
+    np.testing.assert_allclose(banded[:3], root[:3])
 
 
 def test_correlated_noise_has_the_covariance_that_was_paid_for() -> None:

@@ -111,6 +111,21 @@ def test_a_cell_of_another_definition_is_refused(
         folder.entries()
 
 
+def test_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    folder, bench = TableFolder(tmp_path, EFFORT), Bench(EFFORT)
+    folder.run(small(["uniform"]), bench)
+    own, auxiliary = bench.pools("mnist")
+    bench._pools["mnist"] = dataclasses.replace(own, source="other digits"), auxiliary
+    with pytest.raises(dim.InputError, match="the data"):
+        folder.run(small(["auto-s"]), bench)
+    assert len(folder.entries()) == 1
+
+
+def test_budgets_that_look_alike_have_cells_of_their_own() -> None:
+    one, other = cells(["mnist"], ["linear"], [80], [1.0, 1.0000001], ["uniform"])
+    assert one.name != other.name
+
+
 def test_wrong_names_and_numbers_are_refused() -> None:
     for wrong in (
         (["none"], ["linear"], [80], [1.0], ["uniform"]),
@@ -251,6 +266,7 @@ def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ["--out", "x", "--repeats", "1"],
         ["--out", "x", "--epsilon", "0"],
         ["--out", "x", "--trials", "-1"],
+        ["--out", "x", "--trials", "0"],
     ],
 )
 def test_wrong_use(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _validate, accounting
-from diminuendo._progress import bar
+from diminuendo._progress import Bar, bar
 from diminuendo._validate import Vector
 from diminuendo.audit import statistics
 from diminuendo.audit.canaries import Canaries
@@ -135,14 +135,13 @@ def audit(
     coins = np.random.default_rng(seed).integers(2**62, size=count).tolist()
     parts = np.empty((count, m, layout.parts))
     present = np.empty((count, m), dtype=bool)
-    with bar("auditing", total=count, shown=progress) as shown:
+    with bar("auditing", total=count * plan.steps, shown=progress) as shown:
         for run in range(count):
             drawn = Canaries.draw(
                 m, plan.clip, absent="reversed" if reverse else "zeroed", seed=coins[run]
             )
-            parts[run] = layout.observe(train, drawn)
+            parts[run] = layout.observe(train, drawn, shown)
             present[run] = drawn.present.numpy()
-            shown.advance()
     return _judge(plan, layout, parts, present, 1 - confidence, halved=reverse)
 
 
@@ -168,7 +167,7 @@ class _Layout:
         )
         return cls(plan, weights, np.arange(plan.steps) * parts // plan.steps, parts, distance)
 
-    def observe(self, train: Train, canaries: Canaries) -> Vector:
+    def observe(self, train: Train, canaries: Canaries, shown: Bar) -> Vector:
         """One run's parts, (canaries, parts); refuses a trainer that takes other steps."""
         total = torch.zeros(self.parts, len(canaries.present), dtype=torch.float64)
         seen = 0
@@ -180,6 +179,7 @@ class _Layout:
                 along = canaries.projected(gradients, divisor)
                 total[int(self.part[seen])] += float(self.weights[seen]) * along
             seen += 1
+            shown.advance()
 
         train(canaries, self.plan, see)
         if seen != self.plan.steps:

@@ -82,9 +82,9 @@ def compare(
         raise InputError("given", name="--out", value=None, remedy="For example --out out/compare.")
     tasks = task or ["mnist"]
     effort = table.Effort(
-        trials=trials or (12 if quick else 24),
+        trials=(12 if quick else 24) if trials is None else trials,
         tuning_repeats=2 if quick else 3,
-        repeats=repeats or (8 if quick else 20),
+        repeats=(8 if quick else 20) if repeats is None else repeats,
         delta=delta,
     )
     _refuse_listed(method or [])

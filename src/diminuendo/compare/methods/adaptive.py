@@ -77,7 +77,7 @@ def _adaptive_share(private: Private, settings: Settings) -> Tensor:
 METHODS = (
     Method(
         key="validation",
-        title="noise falls when the accuracy stalls",
+        title="noise falls when accuracy stalls",
         family="noise by what was seen",
         paper="Yu, Liu, Pu, Gursoy and Truex 2019 (validation-based decay)",
         claim=_FILTER + " The looks take a tenth of it.",

@@ -75,6 +75,7 @@ METHODS = (
         run=_quantile,
         space={**COMMON, "quantile": Range(0.2, 0.9, "linear")},
         differs="Examples in place of users; full batches.",
+        checked="that the clip norm reaches the quantile, in the tests",
     ),
     Method(
         key="auto-s",
@@ -104,7 +105,7 @@ METHODS = (
     ),
     Method(
         key="adaclip",
-        title="coordinate-wise adaptive clipping",
+        title="coordinate-wise clipping",
         family="clipping",
         paper="Pichapati, Suresh, Yu, Reddi and Kumar 2019 (AdaCliP)",
         claim="T Gaussian releases of sums of vectors of norm at most 1; shift and scale come from "

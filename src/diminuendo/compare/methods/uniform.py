@@ -67,7 +67,7 @@ METHODS = (
     ),
     Method(
         key="uniform-falling",
-        title="uniform noise, falling learning rate",
+        title="uniform, falling rate",
         family="uniform",
         paper="customary",
         claim=_CLAIM,
@@ -76,7 +76,7 @@ METHODS = (
     ),
     Method(
         key="uniform-momentum",
-        title="uniform noise, momentum, falling learning rate",
+        title="uniform, momentum, falling rate",
         family="uniform",
         paper="customary (e.g. De et al. 2022)",
         claim=_CLAIM,
