@@ -28,6 +28,7 @@ BEFORE["_progress"] = set[str]()
 BEFORE["training"] = {*CORE}
 BEFORE["ledger"] = {*CORE}
 BEFORE["report"] = {*CORE, "ledger"}
+BEFORE["page"] = {*CORE}
 BEFORE["replicas"] = {*CORE, "training", "ledger"}
 BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
 BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}

@@ -19,6 +19,7 @@ from diminuendo.cli import (
     budget,
     compare,
     ledger,
+    page,
     plan,
     report,
     reproduce,
@@ -36,10 +37,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (
+_COMMANDS = (
     budget,
     account,
     plan,
+    page,
     bounds,
     train,
     tune,
@@ -48,7 +50,8 @@ for _command in (
     reproduce,
     ledger,
     report,
-):
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 
