@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from diminuendo import Budget, InputError, Ledger, LedgerError
+from diminuendo import Budget, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import (
     LedgerSpending,
     LedgerWarning,
@@ -60,6 +60,7 @@ def with_roles(server: Any) -> dict[str, str]:
         ledger.create("project", BUDGET, parent="team")
         ledger.create("yearly", BUDGET, window="year")
         ledger.create("mini", BUDGET, composition="renyi", order=8)
+        ledger.create("staff", BUDGET, members=["diminuendo_officer", "ada"])
         ledger.create("two", BUDGET, data="sha256:" + "ab" * 32, two_persons=True)
         ledger.charge("b", [step(20.0)])
         for _ in range(2):
@@ -333,6 +334,20 @@ def test_tables_of_the_same_name_fool_nobody(attacked: dict[str, str]) -> None:
     )
     with pytest.raises(DBAPIError, match="InsufficientPrivilege"):
         attack(attacked["spender"], fake)
+
+
+def test_a_quota_is_for_its_members(
+    attacked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role can be a member; who is not in it is refused by the program and by the database."""
+    with Ledger(attacked["officer"]) as officer:
+        officer.open_run("staff")
+    with Ledger(attacked["spender"]) as spender:
+        with pytest.raises(UsageError, match="none of those"):
+            spender.open_run("staff")
+        monkeypatch.setattr(rows, "membership", lambda *_: {"member": "ada"})
+        with pytest.raises(PermissionRefused, match="no member"):
+            spender.open_run("staff")
 
 
 @pytest.mark.parametrize("days", [-400, 400])

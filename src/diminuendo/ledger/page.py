@@ -30,18 +30,21 @@ def html(facts: dict[str, Any]) -> str:
     """The page for what `view.facts` says of a ledger."""
     budgets = "".join(_budget(budget) for budget in facts["budgets"])
     state = facts["verification"]
+    empty = "" if facts["damage"] else "<p>There is no budget yet.</p>"
     checked = ""
     if state is not None:
         kind = "good" if state["consistent"] else "bad"
         title = "Verified" if state["consistent"] else "Not consistent"
         checked = f'<p class="{kind}">{title}: {escape(state["message"])}</p>'
+    if facts["damage"]:
+        checked += f'<p class="bad">{escape(facts["damage"])}</p>'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Privacy budgets</title><style>{_STYLE}</style></head><body>"
         f"<h1>Privacy budgets</h1><p>{escape(facts['ledger'])}, {facts['records']} records, head "
         f"<code>{escape(facts['head'])}</code></p>{checked}"
-        f"{budgets or '<p>There is no budget yet.</p>'}</body></html>"
+        f"{budgets or empty}</body></html>"
     )
 
 
@@ -50,7 +53,7 @@ def _budget(budget: dict[str, Any]) -> str:
     share = min(max(budget["spent"], 0.0), 1.0)
     left = max(1 - budget["spent"], 0.0)
     return (
-        f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget.get('parent'))}"
+        f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget)}"
         f'<div class="bar" role="img" aria-label="{share:.1%} spent">'
         f'<div style="width:{share:.2%}"></div></div>'
         f"<p><strong>{left:.1%} is left{_period(budget)}</strong> of ε = "
@@ -82,10 +85,14 @@ def _each(budget: dict[str, Any]) -> str:
     return f" for each {escape(budget['window'])}, renewed on {escape(budget['window_ends'][:10])}"
 
 
-def _part_of(parent: str | None) -> str:
-    return (
-        f"<p>A part of {escape(parent)}: what is charged here counts there.</p>" if parent else ""
-    )
+def _part_of(budget: dict[str, Any]) -> str:
+    """Whose part it is, and for whom."""
+    words = ""
+    if parent := budget.get("parent"):
+        words += f"<p>A part of {escape(parent)}: what is charged here counts there.</p>"
+    if members := budget.get("members"):
+        words += f"<p>Only for {escape(', '.join(members))}.</p>"
+    return words
 
 
 def _forecast(forecast: dict[str, Any]) -> str:

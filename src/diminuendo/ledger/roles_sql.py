@@ -340,6 +340,11 @@ BEGIN
   IF NEW.kind IN ('create', 'import', 'reclaim') THEN
     PERFORM diminuendo_check_approval(NEW, content);
   END IF;
+  IF NEW.kind IN ('open', 'resume', 'grant') AND terms -> 'members' IS NOT NULL THEN
+    PERFORM diminuendo_require(EXISTS (SELECT FROM json_array_elements_text(terms -> 'members') m
+        WHERE m = session_user::text OR EXISTS (SELECT FROM pg_roles WHERE rolname = m
+          AND pg_has_role(session_user, oid, 'MEMBER'))), 'the user is no member of the budget');
+  END IF;
   IF NEW.kind IN ('create', 'import') THEN
     PERFORM diminuendo_require(terms::jsonb = (content -> 'terms')::jsonb,
       'the record states other terms');

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, select
@@ -29,23 +30,33 @@ _RUN_COLUMNS = ("run", "budget", "label", "by", "db_user", "host", "opened", "st
 def facts(ledger: Ledger, *, check: bool = True) -> dict[str, Any]:
     """Everything about a ledger, as JSON values.
 
-    check  also verify every record, which takes about a second for each 20,000
+    check   also verify every record, which takes about a second for each 20,000
+    damage  in the result: why the budgets cannot be read, if they cannot; else None
     """
     head = ledger.head
+    budgets, damage = [], None
+    try:
+        budgets = [budget_facts(ledger, status) for status in ledger.budgets()]
+    except LedgerError as error:
+        damage = str(error)
     return {
         "ledger": ledger.address,
         "id": head.ledger,
         "records": head.seq,
         "head": head.digest,
         "verification": verification(ledger) if check else None,
-        "budgets": [budget_facts(ledger, status) for status in ledger.budgets()],
+        "damage": damage,
+        "budgets": budgets,
     }
 
 
-def verification(ledger: Ledger) -> dict[str, Any]:
-    """Whether the ledger is consistent, and what is wrong if it is not."""
+def verification(ledger: Ledger, *, state: Path | None = None) -> dict[str, Any]:
+    """Whether the ledger is consistent, and what is wrong if it is not.
+
+    state  a file that keeps what was verified, so that it is not read again
+    """
     try:
-        result = verify(ledger)
+        result = verify(ledger, state=state)
     except LedgerError as error:
         return {"consistent": False, "message": str(error)}
     words = (
@@ -138,6 +149,15 @@ def runs_csv(budgets: list[dict[str, Any]]) -> str:
     writer.writeheader()
     for budget in budgets:
         writer.writerows({name: _plain(run[name]) for name in run} for run in budget["runs"])
+    return text.getvalue()
+
+
+def history_csv(budget: dict[str, Any]) -> str:
+    """The share of a budget that was spent after each change, as CSV with a line of titles."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["budget", "at", "spent"])
+    writer.writerows([_plain(budget["name"]), at, share] for at, share in budget["history"])
     return text.getvalue()
 
 
