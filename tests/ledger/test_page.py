@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from ledgers import execute, step
 
-from diminuendo import Budget, Ledger
+from diminuendo import Budget, BudgetRefused, Ledger
 from diminuendo.cli import main
 from diminuendo.ledger import page, serve, view
 from diminuendo.ledger.replay import Replay
@@ -54,6 +54,30 @@ def test_the_facts(book: Ledger) -> None:
     assert budget["epsilon_certified"] == 4
     assert json.loads(json.dumps(facts)) == facts
     assert "'=1+1" in view.runs_csv(facts["budgets"])
+
+
+def test_a_parent_shows_the_runs_of_its_parts(ledger: Ledger) -> None:
+    """And a part's forecast looks at what is left above it."""
+    ledger.create("people", Budget(epsilon=1, delta=1e-8))
+    ledger.create("part", Budget(epsilon=4, delta=1e-8), parent="people")
+    ledger.create("other", Budget(epsilon=4, delta=1e-8), parent="people")
+    for name in ("part", "other", "part"):
+        ledger.charge(name, [step(50.0, count=10)], label="sums")
+    people, part = (view.budget_facts(ledger, ledger.status(name)) for name in ("people", "part"))
+    assert [run["budget"] for run in people["runs"]] == ["part", "other", "part"]
+    assert sum(people["parts"].values()) == pytest.approx(people["spent"])
+    assert people["parts"]["part"] == pytest.approx(2 * people["parts"]["other"])
+    one = people["runs"][0]
+    assert (one["spent"] * 3, one["spent_of"]) == (pytest.approx(people["spent"]), "people")
+    fit = people["forecast"]["runs"]
+    assert part["forecast"] == {"runs": fit, "like": 2}
+    for _ in range(fit):
+        ledger.charge("part", [step(50.0, count=10)])
+    with pytest.raises(BudgetRefused):
+        ledger.charge("part", [step(50.0, count=10)])
+    text = page.html(view.facts(ledger))
+    assert "Spent by its parts: part (" in text
+    assert "Nothing was spent yet" not in text
 
 
 def test_damage_is_on_the_page(book: Ledger) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, select
 
 from diminuendo.errors import LedgerError
-from diminuendo.ledger import schema, windows
+from diminuendo.ledger import rows, schema, windows
 from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.state import Run, Status
 from diminuendo.ledger.store import record_of
@@ -24,7 +26,8 @@ _LAST_RUNS = 5
 _COUNTS = (1, 2, 5, 10)
 """Numbers of windows whose claim together is stated."""
 _RUN_COLUMNS = ("run", "budget", "label", "by", "db_user", "host", "opened", "status", "granted",
-                "started", "confirmed", "spent")  # fmt: skip
+                "started", "confirmed", "spent", "spent_of")  # fmt: skip
+"""`spent` is the share of the budget `spent_of`: the run's own, or one that it is a part of."""
 
 
 def facts(ledger: Ledger, *, check: bool = True) -> dict[str, Any]:
@@ -119,25 +122,62 @@ def pays_for(terms: Terms) -> str:
 
 
 def budget_facts(ledger: Ledger, status: Status) -> dict[str, Any]:
-    """A budget with its runs, its history and how many more such runs fit."""
-    terms = status.terms
-    runs = ledger.runs(terms.name)
-    people = ledger.read_transaction(lambda connection: _opened(connection, terms.name))
-    shares = [run.spent_units for run in runs if run.spent_units]
+    """A budget with its runs, its parts, its history and how many more such runs fit.
+
+    runs  of its own, and those of its parts with what they cost here; the last opened is the last
+    """
+    name = status.terms.name
+    chain, shares = ledger.read_transaction(lambda connection: _levels(connection, name))
+    opened = ledger.read_transaction(lambda connection: _opened(connection, (name, *shares[0])))
+    own = {run.id: run for run in ledger.runs(name)}
+    others = {run.id: run for child in shares[0] for run in ledger.runs(child)}
+    costs = [{run.id: run.spent_units for run in own.values()} | _flat(shares[0])]
+    costs += [_flat(level) for level in shares[1:]]
+    ids = [run for run in opened if run in costs[0] and run in {**own, **others}]
+    runs = [run_facts({**own, **others}[run], status, opened[run], costs[0][run]) for run in ids]
+    charged = [run for run in ids if costs[0][run] > 0][-_LAST_RUNS:]
     return {
         **summary(status),
-        "forecast": _forecast(status, shares[-_LAST_RUNS:]),
+        "forecast": _forecast([status, *chain[1:]], costs, charged),
         "history": ledger.read_transaction(lambda connection: _history(connection, status)),
-        "runs": [run_facts(run, status, people.get(run.id, {})) for run in runs],
+        "parts": {
+            child: sum(costs_of.values()) / status.terms.limit
+            for child, costs_of in shares[0].items()
+        },
+        "runs": runs,
     }
 
 
-def run_facts(run: Run, status: Status, opened: dict[str, str]) -> dict[str, Any]:
+def _levels(
+    connection: Connection, name: str
+) -> tuple[list[Status], list[dict[str, dict[str, int]]]]:
+    """A budget and those above it; and of each what every run of each of its parts cost it."""
+    chain = rows.current(connection, rows.chain_of(connection, name))
+    return chain, [_shares(connection, status.terms.name) for status in chain]
+
+
+def _shares(connection: Connection, name: str) -> dict[str, dict[str, int]]:
+    """What every run of each of a budget's parts cost it."""
+    columns = schema.records.c
+    query = select(columns.body).where(columns.budget == name, columns.kind == "share")
+    found: dict[str, dict[str, int]] = {}
+    for text in connection.execute(query.order_by(columns.seq)).scalars():
+        body = json.loads(text)
+        part = found.setdefault(str(body["child"]), {})
+        part[str(body["run"])] = part.get(str(body["run"]), 0) + int(body["cost"])
+    return found
+
+
+def _flat(parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {run: cost for part in parts.values() for run, cost in part.items()}
+
+
+def run_facts(run: Run, status: Status, opened: dict[str, str], cost: int) -> dict[str, Any]:
     """A run: who, when, how many steps, and the share of the budget that it cost."""
     values = (
         run.id, run.budget, run.opened["label"], run.opened["by"], opened.get("db_user", ""),
         run.opened["host"], opened.get("at", ""), run.status, run.granted, run.started,
-        run.confirmed, run.spent_units / status.terms.limit,
+        run.confirmed, cost / status.terms.limit, status.terms.name,
     )  # fmt: skip
     return dict(zip(_RUN_COLUMNS, values, strict=True))
 
@@ -167,19 +207,26 @@ def _plain(value: Any) -> Any:
     return f"'{value}" if risky else value
 
 
-def _forecast(status: Status, costs: list[int]) -> dict[str, Any]:
-    """How many more runs like the last ones fit, by what they cost on average."""
-    if not costs:
+def _forecast(
+    chain: Sequence[Status], costs: Sequence[Mapping[str, int]], runs: Sequence[str]
+) -> dict[str, Any]:
+    """How many more runs like these fit into a budget and all above it, by their average cost."""
+    if not runs:
         return {"runs": None, "like": 0}
-    left = max(status.terms.limit - status.spent_units, 0)
-    return {"runs": left // math.ceil(sum(costs) / len(costs)), "like": len(costs)}
+    fit = []
+    for status, known in zip(chain, costs, strict=True):
+        total = sum(known.get(run, 0) for run in runs)
+        left = max(status.terms.limit - status.spent_units, 0)
+        if total > 0:
+            fit.append(left // math.ceil(total / len(runs)))
+    return {"runs": min(fit), "like": len(runs)}
 
 
-def _opened(connection: Connection, name: str) -> dict[str, dict[str, str]]:
-    """When each run of a budget was opened, and by which user of the database."""
+def _opened(connection: Connection, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """When each run of these budgets was opened, and by which user of the database, in order."""
     columns = schema.records.c
-    query = select(schema.records).where(columns.budget == name, columns.kind == "open")
-    records = [record_of(row) for row in connection.execute(query)]
+    query = select(schema.records).where(columns.budget.in_(names), columns.kind == "open")
+    records = [record_of(row) for row in connection.execute(query.order_by(columns.seq))]
     return {r.run: {"at": r.at, "db_user": str(r.body.get("db_user", ""))} for r in records}
 
 
