@@ -23,7 +23,7 @@ from diminuendo.planning.text import counted, rounded_up, whole
 
 _POINTS = 500
 _LAST_RUNS = 5
-_COUNTS = (1, 2, 5, 10)
+_COUNTS = (2, 5, 10)
 """Numbers of windows whose claim together is stated."""
 _RUN_COLUMNS = ("run", "budget", "label", "by", "db_user", "host", "opened", "status", "granted",
                 "started", "confirmed", "spent", "spent_of")  # fmt: skip
@@ -94,7 +94,7 @@ def summary(status: Status) -> dict[str, Any]:
         facts["window_ends"] = windows.end_of(terms.window, status.window).isoformat()
         facts["windows_so_far"] = status.windows
         facts["epsilon_over_windows"] = {
-            str(count): terms.claim_over(count) for count in sorted({*_COUNTS, status.windows})
+            str(count): terms.claim_over(count) for count in sorted({1, *_COUNTS, status.windows})
         }
     return facts
 
@@ -105,11 +105,13 @@ def claim(status: Status) -> str:
     words = f"ε = {whole(budget.epsilon)} at δ = {whole(budget.delta)} ({budget.relation})"
     if terms.window is None:
         return f"{words}, the limit of everything that is ever charged."
-    over = "; ".join(f"{n}: {rounded_up(terms.claim_over(n))}" for n in _COUNTS)
+    over = ", ".join(
+        f"any {n} {terms.window}s ε = {rounded_up(terms.claim_over(n))}" for n in _COUNTS
+    )
     return (
         f"{words} for what is charged in each calendar {terms.window} (UTC), not for all of them. "
-        f"ε of any so many {terms.window}s together, at the same δ: {over}. Since {status.since} "
-        f"({counted(status.windows, terms.window)}): "
+        f"Together, at the same δ: {over}; since {status.since} "
+        f"({counted(status.windows, terms.window)}) "
         f"ε = {rounded_up(terms.claim_over(status.windows))}."
     )
 
