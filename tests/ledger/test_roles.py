@@ -450,6 +450,31 @@ def test_each_role_does_its_work(urls: dict[str, str], monkeypatch: pytest.Monke
         reader.open_run("b")
 
 
+def test_an_honest_spender_on_every_budget(urls: dict[str, str], some_plan: Any) -> None:
+    """What the rules let through: parts, windows, mini-batches, other mechanisms, tiny prices."""
+    with Ledger(urls["owner"]) as owner:
+        owner.create("statistics", BUDGET, composition="renyi", order=16, parent="mini")
+        owner.create("swapped", Budget(epsilon=4, delta=1e-8, relation="replace-one"),
+                     composition="renyi", order=8, window="day")  # fmt: skip
+    others: list[Any] = [
+        mechanisms.Laplace(scale=40.0), mechanisms.PureEpsilon(epsilon=0.01, count=3),
+        mechanisms.DiscreteGaussian(noise_multiplier=60.0), mechanisms.ZeroConcentrated(rho=1e-4),
+        mechanisms.RenyiCurve(curve={2: 1e-4, 64: 1e-3}), mechanisms.Laplace(scale=1e200),
+        mechanisms.PureEpsilon(epsilon=1e-200), step(1e200),
+        mechanisms.DiscreteGaussian(noise_multiplier=1e200),
+    ]  # fmt: skip
+    with Ledger(urls["spender"]) as spender:
+        for name in ("b", "project", "yearly"):
+            spender.charge(name, [step(50.0, count=3), step(1e200), mechanisms.Laplace(scale=99.0)])
+        for name in ("mini", "statistics", "swapped"):
+            steps = [step(5.0, rate=0.01, count=7), step(40.0), step(2.0, rate=1e-6)]
+            spender.charge(name, [*steps, *others])
+        with LedgerSpending(spender, "project", some_plan, ahead=10) as spending:
+            for sigma in some_plan.sigmas[:10]:
+                spending.request(step(float(sigma)))
+        assert verify(spender).runs == 8
+
+
 def test_a_run_that_cannot_give_back_stays_open(urls: dict[str, str], some_plan: Any) -> None:
     with Ledger(urls["owner"]) as ledger:
         ledger.create("plan", some_plan.budget)

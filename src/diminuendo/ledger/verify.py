@@ -66,7 +66,8 @@ def verify(
             connection.execute(select(func.max(schema.records.c.seq))).scalar() or 0,
             connection.execute(select(schema.budgets)).all(),
             connection.execute(select(schema.runs)).all(),
-        )
+        ),
+        durable=True,
     )
     wanted = _wanted(ledger, head.ledger, cited, anchors)
     replay = _verified_before(ledger, head, state)
