@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diminuendo.errors import InputError
-from diminuendo.training.mean_loss import behind
+from diminuendo.training.mean_loss import losses_behind
 
 
 def losses_behind(returned: Any) -> Tensor:
@@ -22,7 +22,7 @@ def losses_behind(returned: Any) -> Tensor:
     if isinstance(loss, Tensor):
         if loss.dim() == 1:
             return loss.as_subclass(Tensor)
-        reduced, reason = behind(loss)
+        reduced, reason = losses_behind(loss)
         if reduced is not None and reduced.kind == "mean":
             return reduced.losses
         if reduced is not None:

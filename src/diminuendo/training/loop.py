@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -34,6 +34,25 @@ from diminuendo.training.usable import refuse_not_finite
 _Settings = TypeVar("_Settings", Compute, Progress)
 
 
+class Chosen(Protocol):
+    """How to train, as `dim.tune` chooses it: a plan, its learning rate and its clipping rule."""
+
+    @property
+    def plan(self) -> Plan:
+        """Steps, noise, clip norm, momentum and the shape of the learning rate."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, or what the plan's are multiplied by."""
+        ...
+
+    @property
+    def clip(self) -> ClipRule:
+        """How gradients are clipped."""
+        ...
+
+
 class _Deprecated(TypedDict, total=False):
     """Arguments that will go with the next version."""
 
@@ -58,7 +77,7 @@ _INSTEAD = {
 def fit(
     model: nn.Module,
     data: Any,
-    plan: Plan,
+    plan: Plan | Chosen,
     *,
     loss: Loss,
     groups: Any = None,
@@ -80,6 +99,8 @@ def fit(
 ) -> Result:
     """Train `model` on `data` by the plan; the model is changed in place.
 
+    plan          what to run; or what `dim.tune` chose, whose learning rate and clipping rule are
+                  then followed, too, unless others are given
     loss          gives one loss per example: reduction="none"
     groups        whose each row is, where several are one person's: a column with an entry for
                   each row. Each step draws persons, and one row of each; the plan's examples are
@@ -107,9 +128,9 @@ def fit(
 
     Returns a `Result`: how the run ended and what it spent.
     """
-    for name, value, kind in (("model", model, nn.Module), ("plan", plan, Plan)):
-        if not isinstance(value, kind):
-            raise InputError(f"a {kind.__name__}", name=name, value=value)
+    plan, lr, clip = _followed(plan, lr, clip)
+    if not isinstance(model, nn.Module):
+        raise InputError("a Module", name="model", value=model)
     if not callable(loss):
         raise InputError(
             "a function that gives one loss per example",
@@ -193,6 +214,17 @@ def fit(
         private.close()
         if checkpoint is not None:
             checkpoint.close()
+
+
+def _followed(
+    plan: Plan | Chosen, lr: float | None, clip: ClipRule | None
+) -> tuple[Plan, float | None, ClipRule | None]:
+    """The plan, learning rate and clipping rule: those given, else those of a choice."""
+    if isinstance(plan, Plan):
+        return plan, lr, clip
+    if not isinstance(getattr(plan, "plan", None), Plan):
+        raise InputError("a Plan, or what dim.tune chose", name="plan", value=plan)
+    return plan.plan, plan.lr if lr is None else lr, plan.clip if clip is None else clip
 
 
 def _warn_of(deprecated: _Deprecated) -> None:

@@ -10,14 +10,20 @@ from torch import Tensor
 
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.groups import Groups
 from diminuendo.training.journal import steps_ahead
+from diminuendo.training.kept import same_randomness
 from diminuendo.training.learning_rates import PlannedRates
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import Progress, bar
 from diminuendo.training.result import Result, Status, result_of
+from diminuendo.training.sampling import Source, precision_of
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
 from diminuendo.training.tracking import Tracking
+
+_TRIED = 4
+"""Rows at which a model is tried out at least before anything is charged."""
 
 
 class Run:
@@ -154,15 +160,9 @@ def _losses(
     device = next(private.model.parameters()).device
     model = private.engine.model  # not what torch.compile made of it
     shapes = Shapes(model)
+    _try_public_sizes(private, loss, data, groups, shapes)
     for batch in private.batches(data, groups=groups, workers=workers):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise InputError(
-                "pairs (x, y)",
-                name="the examples",
-                value=type(batch).__name__,
-                remedy="For other kinds, write the loop yourself with PrivateGradients.",
-            )
-        x, y = (part.to(device) for part in batch)
+        x, y = _pair(batch, device)
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
@@ -172,6 +172,45 @@ def _losses(
         outputs = private.model(x)
         private.guard.expect(outputs)
         yield loss(outputs, y)
+
+
+def _try_public_sizes(
+    private: PrivateGradients, loss: Loss, data: Any, groups: Any, shapes: Shapes
+) -> None:
+    """Refuse a model that mixes examples before the first draw is made, whatever that will hold.
+
+    A draw of one row shows nothing, and it would be charged. So the first rows of the dataset are
+    tried, as many as a draw is expected to have, and fewer: sizes that are public.
+    """
+    model, parameters = private.engine.model, private.engine.parameters
+    source = Source(data, precision_of(private.model))
+    private.sampler.check(source, Groups.of(groups))
+    size = private.sampler.expected(private.step, at_least=_TRIED)
+    over = private.policy is None and private.step >= private.plan.steps
+    if size < 2 or over or private.sampler.rate(private.step) == 1:  # all rows come first anyway
+        return
+    device = parameters[0].device
+    with same_randomness(model, device):
+        rows = source.batches(iter([torch.arange(size)]), generator=torch.Generator())
+        x, y = _pair(next(rows), device)
+        if len(x) < 2:
+            return
+        shapes.new(x, model.training)
+        with private.engine.unrecorded():
+            refuse_mixing(model, loss, x, y, shapes.others(x))
+        private.engine.probe_if_due(loss(private.model(x), y))
+
+
+def _pair(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise InputError(
+            "pairs (x, y)",
+            name="the examples",
+            value=type(batch).__name__,
+            remedy="For other kinds, write the loop yourself with PrivateGradients.",
+        )
+    x, y = (part.to(device) for part in batch)
+    return x, y
 
 
 def _mean(losses: Tensor) -> float | None:
