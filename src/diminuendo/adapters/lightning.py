@@ -44,7 +44,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
     from torch.utils.data import default_collate as plain_collate
 
-    from diminuendo.adapters._mean_losses import losses_behind
+    from diminuendo.adapters._mean_losses import losses_of_step
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
@@ -297,7 +297,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         try:
             with self.precision_plugin.train_step_context(), Reductions():
                 returned = module.training_step(batch, *rest)
-            return losses_behind(returned)
+            return losses_of_step(returned)
         finally:
             if not self._reveal:
                 object.__delattr__(module, "log")
