@@ -44,7 +44,19 @@ def working(title: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
     console = Console(stderr=True)
+    if console.is_jupyter:
+        return _said(f"{title} …")
     return console.status(f"{title} …") if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def _said(text: str) -> Iterator[None]:
+    """A line in a notebook, wiped at the end: a spinner there would need widgets."""
+    print(f"\r{text}", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 def watched() -> bool:
