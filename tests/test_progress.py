@@ -129,6 +129,16 @@ def test_in_a_notebook_without_widgets_one_line_is_written_over(
 
 
 @pytest.mark.usefixtures("no_widgets", "notebook")
+def test_many_steps_do_not_flood_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    with _progress.bar("training", total=50_000) as bar:
+        for step in range(1, 50_001):
+            bar.update(step, note=f"{step}/50000")
+    err = capsys.readouterr().err
+    assert 100 <= err.count("\r") < 5000
+    assert err.endswith("\rtraining 100% 50000/50000\n")
+
+
+@pytest.mark.usefixtures("no_widgets", "notebook")
 def test_work_in_a_notebook_is_said_and_wiped(capsys: pytest.CaptureFixture[str]) -> None:
     with _progress.working("planning"):
         assert capsys.readouterr().err == "\rplanning …"

@@ -132,6 +132,8 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _check_trainer(self, trainer: Any) -> None:
         module = self.lightning_module
         for name, value, wanted, remedy in (
+            ("devices", trainer.num_devices * trainer.num_nodes, 1,
+             "For several ranks use PrivateGradients in a loop of your own."),
             ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
              "A sample comes in micro-batches of the DataLoader's batch_size, summed privately."),
             ("gradient_clip_val", trainer.gradient_clip_val or None, None,
@@ -199,6 +201,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def on_train_start(self) -> None:
         """Attach to the module and open the budget; the optimizer is there, the state loaded."""
         super().on_train_start()
+        self.result = None
         private = self._private = self._attach()
         if self._saved is None:
             private.begin()
