@@ -19,6 +19,7 @@ from diminuendo.cli import (
     budget,
     ledger,
     plan,
+    preview,
     report,
     reproduce,
     train,
@@ -35,7 +36,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, audit, reproduce, ledger, report):
+for _command in (
+    budget,
+    account,
+    plan,
+    bounds,
+    preview,
+    train,
+    tune,
+    audit,
+    reproduce,
+    ledger,
+    report,
+):
     _command.register(app)
 
 
