@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,7 +69,11 @@ def test_the_interval_is_for_one_more_run() -> None:
 
         candidate = Candidate(family="uniform", steps=3, lr=1.0, clip=1.0, momentum=0.0, fall=None)
 
-    one = _expected(1.0, Best(), 0.9)  # type: ignore[arg-type]
+    one = _expected(1.0, Best(), 0.9, None)  # type: ignore[arg-type]
+    wider = _expected(1.0, Best(), 0.9, 100)  # type: ignore[arg-type]
+    assert wider.high - 0.5 == pytest.approx(
+        np.hypot(one.high - 0.5, stats.t(len(values) - 1).ppf(0.975) * 0.05), rel=1e-6
+    )
     n = len(values)
     law = stats.t(n - 1, loc=values.mean(), scale=values.std(ddof=1) * (1 + 1 / n) ** 0.5)
     assert (one.low, one.high) == pytest.approx(law.ppf([0.025, 0.975]))
