@@ -66,7 +66,7 @@ def test_tables_for_people(capsys: Capture) -> None:
         assert main(["ledger", *words]) == 0
     out = capsys.readouterr().out
     assert "██████████░░░░░░░░░░ 51.3% left" in out
-    assert "is consistent: 4 records, 1 budgets, 1 runs, 100 steps" in out
+    assert "is consistent: 4 records, 1 budget, 1 run, 100 steps" in out
     assert "head: sha256:" in out
 
 

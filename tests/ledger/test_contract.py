@@ -36,6 +36,7 @@ from diminuendo.ledger import (
 )
 from diminuendo.ledger.exchange import granted_events, to_dp_accounting
 
+BUDGET = Budget(epsilon=1, delta=1e-5)
 DATA = "sha256:" + "ab" * 32
 
 
@@ -166,7 +167,8 @@ def test_reclaim_when_nothing_was_seen(
         (lambda b: b.create("x\n", Budget(epsilon=1, delta=1e-5)), "printable"),
         (lambda b: b.create("x", Budget(epsilon=1, delta=1e-5), data="123"), "hexadecimal"),
         (lambda b: b.create("x", Budget(epsilon=1, delta=1e-5), composition="rdp"), "gaussian"),
-        (lambda b: b.create("x", Budget(epsilon=1, delta=1e-5), order=8), "Rényi"),
+        (lambda b: b.create("x", BUDGET, composition="gaussian", order=8), "Rényi"),
+        (lambda b: b.create("x", BUDGET, window="decade"), "year"),
         (lambda b: b.grant(b.open_run("b").id, []), "at least one event"),
         (lambda b: b.grant(b.open_run("b").id, [step(rate=0.1)]), "Gaussian filter"),
         (lambda b: b.close_run(b.open_run("b").id, used=-1), "at least 0"),

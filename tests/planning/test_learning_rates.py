@@ -206,7 +206,7 @@ def test_gain_says_when_the_schedule_does_not_matter() -> None:
     paper = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
     assert paper.gain == pytest.approx(1 - paper.noise_ratio, rel=0.01)
     assert paper.gain_is_negligible is False
-    assert "less than uniform noise leaves" in paper.summary()
+    assert "7.7% less excess risk than with uniform noise" in paper.summary()
     many = dim.plan((3, 1e-5), examples=60_000, parameters=39_690, gamma=0.98, steps=100)
     assert many.gain is not None
     assert many.gain_is_negligible is True

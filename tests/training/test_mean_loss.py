@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from diminuendo.errors import UsageError
-from diminuendo.training.mean_loss import _CRITERIA, Reduced, Tracked, track
+from diminuendo.training.criteria import CRITERIA
+from diminuendo.training.mean_loss import Tracked, track
+from diminuendo.training.reduced import Reduced
 
 N, K = 7, 5
 
@@ -118,7 +121,7 @@ CASES: dict[str, Case] = {
 
 
 def test_every_criterion_has_a_case() -> None:
-    assert {case[0] for case in CASES.values()} == set(_CRITERIA)
+    assert {case[0] for case in CASES.values()} == set(CRITERIA)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -159,6 +162,8 @@ def test_the_losses_add_up_to_what_pytorch_gives(name: str, reduction: str) -> N
         (lambda x: x.sum(), "sum", 1.0),
         (lambda x: x.sum() / len(x), "mean", 1.0),
         (lambda x: x.sum() / 4, "sum", 0.25),
+        (lambda x: x.sum() / N, "sum", 1 / N),
+        (lambda x: x.sum() / N + x.mean(), "mean", 2.0),
         (lambda x: 2 * x.mean(), "mean", 2.0),
         (lambda x: x.mean() / 2, "mean", 0.5),
         (lambda x: -x.mean(), "mean", -1.0),
@@ -176,10 +181,30 @@ def test_arithmetic_on_a_mean_is_done_on_the_losses(
     leaf, out, taken = outputs(N)
     reduce(out).backward()
     assert taken.reduced is not None
-    assert taken.reduced.kind == kind
+    reduced = taken.reduced.as_kind("mean" if kind == "mean" else "sum")
+    assert reduced is not None
+    assert reduced.kind == kind
     torch.testing.assert_close(
-        torch.autograd.grad(taken.reduced.losses.sum(), leaf)[0], torch.full_like(leaf, factor)
+        torch.autograd.grad(reduced.losses.sum(), leaf)[0], torch.full_like(leaf, factor)
     )
+
+
+def test_a_sum_over_a_constant_stays_a_sum_whatever_the_batch() -> None:
+    """A divisor that happens to be the number of examples may be either."""
+    for size in (N, N + 1):
+        leaf, out, taken = outputs(size)
+        (2 * (out.sum() / N) + out.sum() / N).backward()
+        assert taken.reduced is not None
+        given = taken.reduced.as_kind("sum")
+        assert given is not None
+        assert given.numbers == (1 / N, 2.0, 1 / N)
+        (gradient,) = torch.autograd.grad(given.losses.sum(), leaf, retain_graph=True)
+        torch.testing.assert_close(gradient, torch.full_like(leaf, 3 / N))
+        mean = taken.reduced.as_kind("mean")
+        assert (mean is None) == (size != N)
+        if mean is not None:
+            assert mean.numbers == (2.0,)
+            torch.testing.assert_close(mean.losses, 3 * leaf)
 
 
 def test_a_loss_that_is_added_to_in_place_is_followed() -> None:
@@ -254,6 +279,23 @@ def test_old_names_of_a_reduction_are_refused() -> None:
     with pytest.raises(UsageError, match="reduction="):
         loss.backward()
     assert taken.reduced is None
+
+
+def test_the_loss_of_one_example_needs_no_rows() -> None:
+    leaf, out, taken = outputs(1)
+    for loss in (functional.mse_loss(out.squeeze(), torch.ones(()).double()), out.squeeze().mean()):
+        loss.backward()
+        assert taken.reduced is not None
+        assert taken.reduced.losses.shape == (1,)
+        taken.reduced = None
+    assert leaf.grad is None
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    _, out, taken = outputs(N)
+    (out.mean() * np.float32(0.5)).backward()
+    assert taken.reduced is not None
+    assert taken.reduced.numbers == (0.5,)
 
 
 def test_arguments_of_backward_are_refused() -> None:

@@ -24,6 +24,8 @@ from diminuendo.events import GaussianStep
 
 LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
 """What subsampled steps are certified for; σ above the most counts as the most."""
+TOLERANCE = 5e-4
+"""How far a certified ε of subsampled steps may be above the exact one, about, as a share of it."""
 
 T = TypeVar("T")
 
@@ -61,15 +63,16 @@ class Releases(NamedTuple):
         """An upper bound on Σ count/σ²: the cost of full-batch steps."""
         return gaussian.spent(self.sigmas / np.sqrt(self.counts))
 
-    def epsilon(self, delta: float, relation: Relation) -> float:
-        """An upper bound on ε at δ."""
+    def epsilon(self, delta: float, relation: Relation, *, tolerance: float = TOLERANCE) -> float:
+        """An upper bound on ε at δ; subsampled, about within this share of the exact one."""
         if self.sigmas.size == 0:
             return 0.0
         if self.full_batch:
             return budget.epsilon_of(self.spent, delta=delta, relation=relation)
         if relation == "replace-one":
-            return self._replace_one_epsilon(delta)
-        return _certified(lambda: subsampled.epsilon_upper(*self._reach(), delta))
+            return self._replace_one_epsilon(delta, tolerance)
+        reach = self._reach()
+        return _certified(lambda: subsampled.epsilon_upper(*reach, delta, tolerance=tolerance))
 
     def claim(self, budget: Budget) -> float:
         """The ε that may be claimed at the budget's δ, relation and conversion."""
@@ -98,7 +101,7 @@ class Releases(NamedTuple):
             return Bracket(lower, max(self.epsilon(delta, "add-remove"), lower))
         return Bracket(*_certified(lambda: subsampled.epsilon_bounds(*self._reach(), delta)))
 
-    def _replace_one_epsilon(self, delta: float) -> float:
+    def _replace_one_epsilon(self, delta: float, tolerance: float) -> float:
         """Replacing is removing and adding: (ε, δ) for one gives (2ε, (1 + e^ε)δ) for both.
 
         So an ε is wanted whose own δ leaves room for the factor: approached along the secant, and
@@ -108,7 +111,8 @@ class Releases(NamedTuple):
         for _ in range(60):
             if half > 300:
                 break
-            needed = self.epsilon(delta / (1 + math.exp(half)), "add-remove")
+            share = delta / (1 + math.exp(half))
+            needed = self.epsilon(share, "add-remove", tolerance=tolerance)
             if needed <= half:
                 return 2 * half
             growth = 0.0

@@ -17,7 +17,9 @@ from diminuendo.cli import (
     audit,
     bounds,
     budget,
+    compare,
     ledger,
+    page,
     plan,
     preview,
     report,
@@ -36,19 +38,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (
+_COMMANDS = (
     budget,
     account,
     plan,
+    page,
     bounds,
     preview,
     train,
     tune,
     audit,
+    compare,
     reproduce,
     ledger,
     report,
-):
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 

@@ -51,7 +51,7 @@ class _Forgiving:
 def forgiving() -> Iterator[None]:
     """Inside, a closed stdout is no error."""
     stream = sys.stdout
-    sys.stdout = _Forgiving(stream)  # type: ignore[assignment]
+    sys.stdout = _Forgiving(stream)
     try:
         yield
         sys.stdout.flush()

@@ -5,11 +5,10 @@ The page needs no network and no script.
 
 from __future__ import annotations
 
-import math
 from html import escape
 from typing import Any
 
-from diminuendo.planning.text import whole
+from diminuendo.planning.text import rounded_up, whole
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -54,21 +53,33 @@ def _budget(budget: dict[str, Any]) -> str:
         f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget.get('parent'))}"
         f'<div class="bar" role="img" aria-label="{share:.1%} spent">'
         f'<div style="width:{share:.2%}"></div></div>'
-        f"<p><strong>{left:.1%} is left</strong> of ε = {whole(terms['epsilon'])} at δ = "
-        f"{whole(terms['delta'])} ({escape(terms['relation'])}, one row is one "
+        f"<p><strong>{left:.1%} is left{_period(budget)}</strong> of ε = "
+        f"{whole(terms['epsilon'])} at δ = "
+        f"{whole(terms['delta'])}{_each(budget)} ({escape(terms['relation'])}, one row is one "
         f"{escape(budget['unit'])}). {_forecast(budget['forecast'])}</p>"
-        f"<p>Certified, whatever was released and whenever a run stopped: ε = "
-        f"{whole(terms['epsilon'])}, the limit.{_moment(budget)} What was charged is ε = "
-        f"{_up(budget['epsilon_charged'])} only if that amount had been fixed in advance.</p>"
+        f"<p>Certified, whatever was released and whenever a run stopped: "
+        f"{escape(budget['claim'])}{_moment(budget)} What was charged{_period(budget)} is ε = "
+        f"{rounded_up(budget['epsilon_charged'])} only if that amount had been fixed in advance."
+        f"</p><p>It pays for {escape(budget['pays_for'])}.</p>"
         f"{_drawing(budget['history'])}{_runs(budget['runs'])}</section>"
     )
 
 
 def _moment(budget: dict[str, Any]) -> str:
     """Said only where it is the better claim: near the limit the limit is."""
-    if budget["epsilon_odometer"] >= budget["budget"]["epsilon"]:
+    if not budget["epsilon_odometer"]:
         return ""
-    return f" At this moment, however it was chosen: ε ≤ {_up(budget['epsilon_odometer'])}."
+    return f" At this moment, however it was chosen: ε ≤ {rounded_up(budget['epsilon_odometer'])}."
+
+
+def _period(budget: dict[str, Any]) -> str:
+    return f" in {escape(budget['window_now'])}" if "window_now" in budget else ""
+
+
+def _each(budget: dict[str, Any]) -> str:
+    if "window_now" not in budget:
+        return ""
+    return f" for each {escape(budget['window'])}, renewed on {escape(budget['window_ends'][:10])}"
 
 
 def _part_of(parent: str | None) -> str:
@@ -84,14 +95,6 @@ def _forecast(forecast: dict[str, Any]) -> str:
     return (
         f"{runs} more {'run' if runs == 1 else 'runs'} like the last {forecast['like']} would fit."
     )
-
-
-def _up(epsilon: float) -> str:
-    """Four digits, never below the value."""
-    if epsilon <= 0:
-        return "0"
-    digits = 3 - math.floor(math.log10(epsilon))
-    return f"{math.ceil(epsilon * 10**digits) / 10**digits:.6g}"
 
 
 def _drawing(history: list[list[Any]]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diminuendo.ledger.rows import Run
+    from diminuendo.ledger.state import Run
 
 
 def user_name() -> str:

@@ -10,14 +10,18 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from diminuendo.errors import LedgerError
-from diminuendo.ledger import schema
+from diminuendo.ledger import schema, windows
 from diminuendo.ledger.book import Ledger
-from diminuendo.ledger.rows import Run, Status
+from diminuendo.ledger.state import Run, Status
 from diminuendo.ledger.store import record_of
+from diminuendo.ledger.terms import Terms
 from diminuendo.ledger.verify import verify
+from diminuendo.planning.text import counted, rounded_up, whole
 
 _POINTS = 500
 _LAST_RUNS = 5
+_COUNTS = (1, 2, 5, 10)
+"""Numbers of windows whose claim together is stated."""
 _RUN_COLUMNS = ("run", "budget", "label", "by", "db_user", "host", "opened", "status", "granted",
                 "started", "confirmed", "spent")  # fmt: skip
 
@@ -44,23 +48,73 @@ def verification(ledger: Ledger) -> dict[str, Any]:
         result = verify(ledger)
     except LedgerError as error:
         return {"consistent": False, "message": str(error)}
-    words = f"{result.records} records, {result.runs} runs and {result.steps} steps are consistent."
+    words = (
+        f"{counted(result.records, 'record')}, {counted(result.runs, 'run')} and "
+        f"{counted(result.steps, 'step')} are consistent."
+    )
     return {"consistent": True, "message": words}
 
 
-def budget_facts(ledger: Ledger, status: Status) -> dict[str, Any]:
-    """A budget with its runs, its history and how many more such runs fit."""
+def summary(status: Status) -> dict[str, Any]:
+    """A budget's terms, what is spent and left of it, and what may be claimed.
+
+    epsilon_certified  the limit: of everything, or of what is charged in each window
+    epsilon_odometer   what holds at this very moment, however it was chosen; None where the limit
+                       is the better claim
+    epsilon_charged    of what was charged, if that amount had been fixed in advance
+    """
     terms, left = status.terms, status.left
-    runs = ledger.runs(terms.name)
-    people = ledger.read_transaction(lambda connection: _opened(connection, terms.name))
-    shares = [run.spent_units for run in runs if run.spent_units]
-    return {
+    facts = {
         **terms.to_dict(),
         "spent": status.spent,
         "epsilon_certified": terms.budget.epsilon if status.spent_units else 0.0,
         "epsilon_odometer": status.odometer,
         "epsilon_charged": status.epsilon,
         "epsilon_left": 0.0 if left is None else left.epsilon,
+        "claim": claim(status),
+        "pays_for": pays_for(terms),
+    }
+    if terms.window is not None:
+        facts["epsilon_certified"] = terms.budget.epsilon
+        facts["window_now"] = status.window
+        facts["window_ends"] = windows.end_of(terms.window, status.window).isoformat()
+        facts["windows_so_far"] = status.windows
+        facts["epsilon_over_windows"] = {
+            str(count): terms.claim_over(count) for count in sorted({*_COUNTS, status.windows})
+        }
+    return facts
+
+
+def claim(status: Status) -> str:
+    """What is certified of a budget, whatever was released and whenever a run stopped."""
+    terms, budget = status.terms, status.terms.budget
+    words = f"ε = {whole(budget.epsilon)} at δ = {whole(budget.delta)} ({budget.relation})"
+    if terms.window is None:
+        return f"{words}, the limit of everything that is ever charged."
+    over = "; ".join(f"{n}: {rounded_up(terms.claim_over(n))}" for n in _COUNTS)
+    return (
+        f"{words} for what is charged in each calendar {terms.window} (UTC), not for all of them. "
+        f"ε of any so many {terms.window}s together, at the same δ: {over}. Since {status.since} "
+        f"({counted(status.windows, terms.window)}): "
+        f"ε = {rounded_up(terms.claim_over(status.windows))}."
+    )
+
+
+def pays_for(terms: Terms) -> str:
+    """Which steps a budget can be charged for, and which it refuses."""
+    if terms.order is None:
+        return "full-batch steps, Laplace and pure ε; mini-batches are refused"
+    return f"mini-batches, full batches and any release with a Rényi curve (order {terms.order})"
+
+
+def budget_facts(ledger: Ledger, status: Status) -> dict[str, Any]:
+    """A budget with its runs, its history and how many more such runs fit."""
+    terms = status.terms
+    runs = ledger.runs(terms.name)
+    people = ledger.read_transaction(lambda connection: _opened(connection, terms.name))
+    shares = [run.spent_units for run in runs if run.spent_units]
+    return {
+        **summary(status),
         "forecast": _forecast(status, shares[-_LAST_RUNS:]),
         "history": ledger.read_transaction(lambda connection: _history(connection, status)),
         "runs": [run_facts(run, status, people.get(run.id, {})) for run in runs],

@@ -49,6 +49,11 @@ def _six_digits(value: float, rounding: str) -> str:
     return f"{digits:f}" if 1e-4 < value < 1e9 else f"{digits:e}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def whole(value: float) -> str:
     """All digits of a number that somebody stated, and no more."""
     short = f"{value:g}"
@@ -103,10 +108,13 @@ def gain_sentence(plan: Plan) -> str:
         return ""
     whose = "the initial excess risk" if plan.erub_uniform <= 1 else "uniform noise's excess risk"
     if not plan.gain_is_negligible:
-        return (
-            f"{percent(plan.gain)} of {whose} less than uniform noise leaves at the same learning "
-            f"rates (± {percent(plan.gain_error)})."
+        less = (
+            f"The final excess risk is lower by {percent(plan.gain)} of the initial one"
+            if plan.erub_uniform <= 1
+            else f"{percent(plan.gain)} less excess risk"
         )
+        error = percent(plan.gain_error)
+        return f"{less} than with uniform noise at the same learning rates (± {error})."
     if plan.gain_error > SMALLEST_NOTICED:
         return (
             f"Not certain: {percent(plan.gain)} of {whose}, and as much would be lost again if the "

@@ -23,10 +23,12 @@ from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
-from diminuendo.training.progress import AfterStep, Progress, reading
-from diminuendo.training.run import Result, Run
+from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
+from diminuendo.training.result import Result
+from diminuendo.training.run import Run
 from diminuendo.training.sampling import arrays_of, as_trained, precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
+from diminuendo.training.tracking import Tracking
 from diminuendo.training.usable import refuse_not_finite
 
 _Settings = TypeVar("_Settings", Compute, Progress)
@@ -123,7 +125,8 @@ def fit(
                   `Checkpoints` says how often, too
     device        where to train; the model is moved there. A `Compute` says how many examples are
                   held in memory at once (micro-batches), and how many processes load them, too
-    progress      whether a bar is shown; a `Progress` says what is called after each step, too
+    progress      whether a bar is shown; a `Progress` says what is called after each step, and
+                  which experiment tracker is told, too
 
     Returns a `Result`: how the run ended and what it spent.
     """
@@ -198,21 +201,24 @@ def fit(
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
-        run = Run(private, steps_by, scheduler, checkpoint, every)
-        run.resume()
-        try:
-            result = run.train(
-                data,
-                loss,
-                groups=persons,
-                workers=compute.workers,
-                progress=watching,
-            )
-        except BaseException as error:
-            private.spending.close(type(error).__name__)
-            raise
-        private.spending.close(result.status)
-        return replace(result, ledger=private.spending.cite())
+        with Tracking(watching.logger, private, running_epsilon(private)) as track:
+            run = Run(private, steps_by, scheduler, checkpoint, every, track)
+            run.resume()
+            try:
+                result = run.train(
+                    data,
+                    loss,
+                    groups=persons,
+                    workers=compute.workers,
+                    progress=watching,
+                )
+            except BaseException as error:
+                private.spending.close(type(error).__name__)
+                raise
+            private.spending.close(result.status)
+            result = replace(result, ledger=private.spending.cite())
+            track.end(result)
+        return result
     finally:
         private.close()
         if checkpoint is not None:

@@ -11,34 +11,17 @@ for the gradient engine to find out, as ever.
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from diminuendo.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """The losses behind a mean or a sum over examples.
-
-    losses   one for each example, shape (N,)
-    kind     which of the two it is
-    numbers  the constants by which the loop multiplied it, in order
-    """
-
-    losses: Tensor
-    kind: Literal["mean", "sum"]
-    numbers: tuple[float, ...] = ()
-
+from diminuendo.training.criteria import CRITERIA, behind
+from diminuendo.training.reduced import Kind, Reduced, is_number
 
 Step = Callable[[Reduced], None]
 """What `loss.backward()` does with the losses."""
@@ -72,6 +55,41 @@ class Tracked(Tensor):
             found = _RULES[func](func, args, named) if func in _RULES else None
             result = func(*args, **named) if found is None else found[0]
             return _marked(result, _step_of(args, named), found)
+
+
+class Reductions(TorchFunctionMode):
+    """Within, means and sums over everything, and PyTorch's losses, keep the losses behind them.
+
+    For a training step that calls parts of a model as it likes, so that there is no one output to
+    `track`. Nothing else is marked: what happens inside the model stays as it is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        named = dict(kwargs or {})
+        if func in CRITERIA or (func in _WHOLE and len(args) == 1 and not named):
+            args, named = _marked((args, named), _no_step, None)
+        return func(*args, **named)
+
+
+def kept_losses(loss: Tensor) -> tuple[Reduced | None, str]:
+    """The losses behind a mean or a sum, or None and the reason where it is known."""
+    if not isinstance(loss, Tracked):
+        return None, ""
+    if loss.reduced is not None and loss.written != loss._version:
+        return None, "It was changed in place: write loss = loss * c, not loss.mul_."
+    return loss.reduced, loss.reason
+
+
+def _no_step(reduced: Reduced) -> None:
+    del reduced
+    raise UsageError("This loss belongs to a training step: return it, and do not go backwards.")
 
 
 _Found = tuple[Tensor, "Reduced | None", str]
@@ -121,11 +139,8 @@ def _backward(
             "loss.backward() takes a private step and has no other arguments than retain_graph. "
             "Write the weights into the losses: (weights * losses).mean().backward()."
         )
-    reduced, reason, take_step = None, "", None
-    if isinstance(loss, Tracked):
-        reduced, reason, take_step = loss.reduced, loss.reason, loss.take_step
-        if reduced is not None and loss.written != loss._version:
-            reduced, reason = None, "It was changed in place: write loss = loss * c, not loss.mul_."
+    reduced, reason = kept_losses(loss)
+    take_step = loss.take_step if isinstance(loss, Tracked) else None
     if take_step is None:
         reduced, reason = None, "Losses of two private models do not go into one number."
     if reduced is None or take_step is None:
@@ -142,7 +157,7 @@ def _backward(
 _Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], "_Found | None"]
 
 
-def _whole(kind: Literal["mean", "sum"]) -> _Rule:
+def _whole(kind: Kind) -> _Rule:
     """The rule of `mean()` or `sum()` over everything: rows first, then examples."""
 
     def rule(
@@ -152,11 +167,14 @@ def _whole(kind: Literal["mean", "sum"]) -> _Rule:
         if not _is_tracked(x):
             return None
         if x.dim() == 0:
-            same = len(args) == 1 and not named and x.written == x._version
-            return (func(x), x.reduced, x.reason) if same else None
+            if len(args) > 1 or named:
+                return None
+            # Of one example, any number is a loss of its own.
+            alone = None if x.reason else Reduced(x.as_subclass(Tensor).reshape(1), kind)
+            return func(x), _kept(x) or alone, x.reason
         dim = args[1] if len(args) == 2 and not named else named.get("dim")
-        alone = x.dim() == 1 and dim in (0, -1, (0,), [0])
-        if len(args) > 1 + alone or named.keys() - {"dim"} or not (dim is None or alone):
+        row = x.dim() == 1 and dim in (0, -1, (0,), [0])
+        if len(args) > 1 + row or named.keys() - {"dim"} or not (dim is None or row):
             return None
         rows = x.as_subclass(Tensor).flatten(1) if x.dim() > 1 else None
         losses = x.as_subclass(Tensor) if rows is None else getattr(rows, kind)(1)
@@ -165,79 +183,37 @@ def _whole(kind: Literal["mean", "sum"]) -> _Rule:
     return rule
 
 
-@lru_cache(maxsize=64)
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(func)
-
-
-def _criterion(
-    func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
-) -> _Found | None:
-    """The rule of PyTorch's losses: the same with reduction="none" is behind it."""
-    bound = _signature(func).bind(*args, **named)
-    bound.apply_defaults()
-    given = bound.arguments
-    reduction = given["reduction"]
-    if reduction not in ("mean", "sum", "batchmean"):
-        return None
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return func(*args, **named), None, "Write reduction= in place of size_average= and reduce=."
-    if reduction == "mean" and func in _WEIGHTED and given.get("weight") is not None:
-        # The mean divides by the weights of the whole batch.
-        return (
-            func(*args, **named),
-            None,
-            "With weight= the mean divides by the weights of all examples that were drawn.",
-        )
-    terms = func(**{**given, "reduction": "none"})
-    whole = {**given, "reduction": reduction}
-    if terms.dim() == 0:
-        return None
-    rows = terms.flatten(1) if terms.dim() > 1 else terms.unsqueeze(1)
-    if reduction == "mean":
-        return func(**whole), Reduced(rows.sum(1) / _counted(func, given, rows), "mean"), ""
-    return func(**whole), Reduced(rows.sum(1), "mean" if reduction == "batchmean" else "sum"), ""
-
-
-def _counted(func: Callable[..., Any], given: Mapping[str, Any], rows: Tensor) -> Tensor | int:
-    """By how many terms an example's own mean divides: those that are not ignored."""
-    size = rows.shape[1]
-    target = given.get("target")
-    if size == 1 or func not in (functional.cross_entropy, functional.nll_loss):
-        return size
-    assert isinstance(target, Tensor)
-    if target.is_floating_point():
-        return size
-    counted: Tensor = target.flatten(1) != given["ignore_index"]
-    return counted.sum(1).clamp(min=1)
-
-
 def _arithmetic(
     func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> _Found | None:
     """The rule of sums, multiples and the negative of reduced losses."""
     if named or len(args) > 2 or all(_kept(part) is None for part in args):
         return None
-    name = _ARITHMETIC[func]
-    one, other = args[0], args[-1]
-    if name == "neg":
-        reduced = _times(_kept(one), -1)
-    elif name == "add":
-        reduced = _sum(one, other)
-    elif name == "sub":
-        reduced = _sum(one, _negative(other))
-    elif name == "rsub":
-        reduced = _sum(other, _negative(one))
-    elif name == "div":
-        reduced = _divided(one, other)
-    else:
-        own, number = (one, other) if _is_tracked(one) else (other, one)
-        reduced = _times(_kept(own), number)
+    reduced = _combined(_ARITHMETIC[func], args[0], args[-1])
     reason = "" if reduced else "It holds something that is no mean over examples."
     result = func(*args)
-    if result is one:  # in place
+    if result is args[0]:  # in place
         result.reduced, result.reason, result.written = reduced, reason, result._version
     return result, reduced, reason
+
+
+def _combined(name: str, one: Any, other: Any) -> Reduced | None:
+    mine, theirs = _kept(one), _kept(other)
+    if name == "neg":
+        return mine and mine.times(-1)
+    if name == "sub":
+        theirs = theirs and theirs.times(-1)
+    if name == "rsub":
+        mine = mine and mine.times(-1)
+    if name in ("add", "sub", "rsub"):
+        if mine is None or theirs is None:  # a constant has no gradient
+            return (mine if is_number(other) else None) or (theirs if is_number(one) else None)
+        return mine.plus(theirs)
+    if name == "div":
+        return mine.over(other) if mine and is_number(other) and other != 0 else None
+    if theirs is not None and is_number(one):
+        return theirs.times(one)
+    return mine.times(other) if mine and is_number(other) else None
 
 
 def _kept(part: Any) -> Reduced | None:
@@ -245,75 +221,6 @@ def _kept(part: Any) -> Reduced | None:
     return part.reduced if current else None
 
 
-def _negative(part: Any) -> Any:
-    """The negative of a term as far as `_sum` looks at it."""
-    kept = _kept(part)
-    return part if kept is None else _times(kept, -1)
-
-
-def _sum(one: Any, other: Any) -> Reduced | None:
-    if _is_number(one) or _is_number(other):  # a constant has no gradient
-        term = other if _is_number(one) else one
-        return term if isinstance(term, Reduced) else _kept(term)
-    mine = one if isinstance(one, Reduced) else _kept(one)
-    theirs = other if isinstance(other, Reduced) else _kept(other)
-    if mine is None or theirs is None or mine.kind != theirs.kind:
-        return None
-    if mine.losses.shape != theirs.losses.shape:
-        return None
-    numbers = (*mine.numbers, *theirs.numbers)
-    return Reduced(mine.losses + theirs.losses, mine.kind, numbers)
-
-
-def _times(own: Reduced | None, number: Any) -> Reduced | None:
-    if own is None or not _is_number(number):
-        return None
-    return Reduced(own.losses * number, own.kind, (*own.numbers, float(number)))
-
-
-def _divided(one: Any, number: Any) -> Reduced | None:
-    own = _kept(one)
-    if own is None or not _is_number(number) or number == 0:
-        return None
-    if own.kind == "sum" and number == len(own.losses):
-        return replace(own, kind="mean")
-    return Reduced(own.losses / number, own.kind, (*own.numbers, 1 / number))
-
-
-def _is_number(part: Any) -> bool:
-    plain = isinstance(part, (int, float)) and not isinstance(part, bool)
-    return plain and math.isfinite(part)
-
-
-_WEIGHTED = {
-    functional.cross_entropy,
-    functional.nll_loss,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.huber_loss,
-    functional.multi_margin_loss,
-}
-_CRITERIA: tuple[Callable[..., Any], ...] = (
-    functional.cross_entropy,
-    functional.nll_loss,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.poisson_nll_loss,
-    functional.gaussian_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.cosine_embedding_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.triplet_margin_loss,
-)
 _ARITHMETIC: dict[Callable[..., Any], str] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_), "add"),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), "sub"),
@@ -322,9 +229,12 @@ _ARITHMETIC: dict[Callable[..., Any], str] = {
     **dict.fromkeys((torch.div, Tensor.div, Tensor.div_), "div"),
     **dict.fromkeys((torch.neg, Tensor.neg, Tensor.neg_), "neg"),
 }
-_RULES: dict[Callable[..., Any], _Rule] = {
+_WHOLE: dict[Callable[..., Any], _Rule] = {
     **dict.fromkeys((torch.mean, Tensor.mean), _whole("mean")),
     **dict.fromkeys((torch.sum, Tensor.sum), _whole("sum")),
-    **dict.fromkeys(_CRITERIA, _criterion),
+}
+_RULES: dict[Callable[..., Any], _Rule] = {
+    **_WHOLE,
+    **dict.fromkeys(CRITERIA, behind),
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }

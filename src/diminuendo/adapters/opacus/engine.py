@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diminuendo import _extras, _validate
-from diminuendo.adapters.opacus import checkpoint, options
+from diminuendo import _validate
+from diminuendo.adapters.opacus import options
+from diminuendo.adapters.opacus.checkpoint import Saving
 from diminuendo.adapters.opacus.metered import Accountant, Metered, nominal_plan
 from diminuendo.adapters.opacus.parts import (
     PrivateCriterion,
@@ -27,17 +28,17 @@ from diminuendo.adapters.opacus.parts import (
     given_parts,
 )
 from diminuendo.adapters.opacus.run import Run, checked_sigma
+from diminuendo.adapters.opacus.validators import Validating
 from diminuendo.budget import Budget
-from diminuendo.errors import DiminuendoError, InputError
+from diminuendo.errors import InputError
 from diminuendo.planning import Plan, plan
 from diminuendo.spending import Payer, Spending, from_ledger
-from diminuendo.training.clipping import Engine
 
-_KEPT_BACK = 2.0**-10
+_KEPT_BACK = 2.0**-7
 """The share of a target δ that is kept for rounding errors, which the plan does not count."""
 
 
-class PrivacyEngine:
+class PrivacyEngine(Validating, Saving):
     """Makes model, optimiser and data loader private, as `opacus.PrivacyEngine` does.
 
     accountant   taken for compatibility ("prv", "rdp", "gdp"): ε is always this library's certified
@@ -73,7 +74,7 @@ class PrivacyEngine:
         schedule: options.Factors | None = None,
         ledger: str | Path | Payer | None = None,
         budget: str | None = None,
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """Private counterparts of model, optimiser (and criterion) and loader; no end is planned.
 
         noise_multiplier  σ: the noise's standard deviation on the sum, in units of the clip norm
@@ -137,7 +138,7 @@ class PrivacyEngine:
         schedule: Any = "uniform",
         ledger: str | Path | Payer | None = None,
         budget: str | None = None,
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """The same, with noise planned so that `epochs` epochs cost at most (ε, δ); then it ends.
 
         schedule          "uniform", as in Opacus; "optimal" for planned noise; or whatever else
@@ -197,64 +198,7 @@ class PrivacyEngine:
         if self.run is not None:
             self.run.close()
 
-    # Opacus' validators
-
-    def is_compatible(
-        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
-    ) -> bool:
-        """Whether `validate` finds nothing to refuse."""
-        try:
-            self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-        except DiminuendoError:
-            return False
-        return True
-
-    def validate(
-        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
-    ) -> None:
-        """Raise where the model has a layer that mixes examples, or that no gradient engine takes.
-
-        What can only be seen by trying the model out is tried with the first batch.
-        """
-        del optimizer, data_loader
-        for name, part in module.named_modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise InputError(
-                    "one that normalises each example on its own",
-                    name=f"the layer {name or 'itself'}",
-                    value=type(part).__name__,
-                    remedy="PrivacyEngine.get_compatible_module(model) replaces it by GroupNorm.",
-                )
-        Engine(module).close()
-
-    @classmethod
-    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """The model with layers that mix examples replaced, by Opacus' `ModuleValidator.fix`."""
-        with _extras.needed("opacus", extra="opacus", purpose="Replacing layers"):
-            from opacus.validators import ModuleValidator
-        fixed: nn.Module = ModuleValidator.fix(module)
-        cls().validate(module=fixed)
-        return fixed
-
-    # Checkpoints
-
-    def save_checkpoint(self, **arguments: Any) -> None:
-        """`checkpoint.save`: model, optimiser and accountant, with Opacus' keywords."""
-        checkpoint.save(self.accountant, self._current(), **arguments)
-
-    def load_checkpoint(self, **arguments: Any) -> dict[str, Any]:
-        """`checkpoint.load`: goes on from what `save_checkpoint` wrote, with Opacus' keywords.
-
-        Returns what else the file holds.
-        """
-        return checkpoint.load(self.accountant, self._current(), **arguments)
-
     # How a run is made
-
-    def _current(self) -> Run:
-        if self.run is None:
-            raise InputError("called first", name="make_private", value="not called yet")
-        return self.run
 
     def _begin(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         try:

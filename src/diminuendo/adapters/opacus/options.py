@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from diminuendo import _validate
 from diminuendo.adapters.opacus.run import Clipping
@@ -48,6 +55,7 @@ def check(
             value=type(loader).__name__,
             remedy="An iterable dataset cannot be Poisson-sampled.",
         )
+    _check_sampler(loader)
     for name, value in (("batch_first", batch_first), ("poisson_sampling", poisson_sampling)):
         if not value:
             raise InputError("True", name=name, value=value, remedy=_WHY[name])
@@ -62,6 +70,32 @@ def check(
             value=type(module).__name__,
             remedy="In a torch.distributed group ranks share each batch and sum before noise is "
             "added; no wrapper is needed.",
+        )
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    """A Poisson sample takes the place of the whole dataset in some order, and of nothing else.
+
+    A loader that draws from a part of its dataset, or weighs it, means other data than would be
+    trained on.
+    """
+    order = loader.sampler
+    plain = type(order) is SequentialSampler or (
+        type(order) is RandomSampler and not order.replacement and len(order) == examples(loader)
+    )
+    if not plain or type(loader.batch_sampler) is not BatchSampler:
+        raise InputError(
+            "batches of the whole dataset, in order or shuffled",
+            name="what data_loader draws",
+            value=type(loader.batch_sampler if plain else order).__name__,
+            remedy="Poisson sampling takes its place. For a part of the data give a loader of "
+            "torch.utils.data.Subset(dataset, indices), with a batch_size.",
+        )
+    if loader.worker_init_fn is not None:
+        warnings.warn(
+            "worker_init_fn of the data loader is not called: batches are drawn by another.",
+            UserWarning,
+            stacklevel=4,
         )
 
 
@@ -133,6 +167,12 @@ def seed(generator: torch.Generator | None) -> int | None:
     """A seed drawn from a generator that was given; the run is then not private."""
     if generator is None:
         return None
+    warnings.warn(
+        "With noise_generator the noise can be drawn again, and this run is NOT private: its ε "
+        "says what it would cost without. Leave it out of runs that count.",
+        UserWarning,
+        stacklevel=3,
+    )
     return int(torch.randint(2**49, (1,), generator=generator, device=generator.device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diminuendo import _validate
-from diminuendo.errors import BudgetRefused, InputError, UsageError
+from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, UsageError
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
 from diminuendo.training import Flat, PerLayer, PrivateGradients, Released
-from diminuendo.training.mean_loss import Reduced, track
+from diminuendo.training.mean_loss import track
+from diminuendo.training.reduced import Reduced
 
 Clipping = Flat | PerLayer
 
@@ -70,7 +72,7 @@ class Run:
         self._numbers: tuple[float, ...] | None = None
         self._fresh: list[Tensor] | None = None
         self._parts_left = False
-        self._end = weakref.finalize(self, self.private.spending.close, "the process ended")
+        self._end = weakref.finalize(self, _close, self.private.spending)
 
     # The loop, in the order of its lines
 
@@ -87,21 +89,20 @@ class Run:
                 )
             last = min(last, self.plan.steps)
         loader = self.loader
-        for batch in private.batches(
+        yield from private.batches(
             loader.dataset,
+            epochs=1,
             workers=loader.num_workers,
             pin_memory=loader.pin_memory and torch.cuda.is_available(),
             collate=loader.collate_fn,
-        ):
-            yield batch
-            if private.step >= last and private.waiting is None:
-                if self.sigma is None and last == self.plan.steps:
-                    self._settle()
-                return
-        raise BudgetRefused(
-            f"Too little is left of the budget for step {private.step + 1} (noise multiplier "
-            f"{self.next_sigma:g}). The steps before it were taken and are paid for."
         )
+        if private.step < last:
+            raise BudgetRefused(
+                f"Too little is left of the budget for step {private.step + 1} (noise multiplier "
+                f"{self.next_sigma:g}). The steps before it were taken and are paid for."
+            )
+        if self.sigma is None and last == self.plan.steps:
+            self._settle()
 
     def outputs(self, outputs: Any) -> Any:
         """What the model returned for the batch, marked so that a loss finds back here."""
@@ -110,8 +111,8 @@ class Run:
 
     @property
     def recording(self) -> bool:
-        """Whether a call of the model now is one of the loop's own, with a gradient."""
-        return self.model.training and torch.is_grad_enabled() and self.private.engine.recording
+        """Whether a call of the model now is the loop's own, with a gradient."""
+        return self.private.engine.recording
 
     @property
     def empty(self) -> bool:
@@ -120,20 +121,21 @@ class Run:
 
     def take_step(self, reduced: Reduced) -> None:
         """`loss.backward()`: refuse what is no mean over examples, else charge and release."""
-        if reduced.kind != self.reduction:
+        given = reduced.as_kind(self.reduction)
+        if given is None:
             raise UsageError(
                 f"The loss is a {reduced.kind} over examples, and make_private was told "
                 f'loss_reduction="{self.reduction}". Make the two agree.'
             )
-        if self._numbers not in (None, reduced.numbers):
+        if self._numbers not in (None, given.numbers):
             raise UsageError(
-                f"The loss is multiplied by {_product(reduced.numbers):g} here and was by "
+                f"The loss is multiplied by {_product(given.numbers):g} here and was by "
                 f"{_product(self._numbers or ()):g} before. A factor that follows the batch (its "
                 "size, say) would let one example change what others add: scale the learning rate "
                 "instead."
             )
-        self.backward(reduced.losses)
-        self._numbers = reduced.numbers
+        self.backward(given.losses)
+        self._numbers = given.numbers
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example: the step is charged and released, or a part of it is summed."""
@@ -216,6 +218,12 @@ class Run:
     def _settle(self) -> None:
         if self._end.detach() is not None:
             self.private.spending.close()
+
+
+def _close(spending: Spending) -> None:
+    """Where nobody ended the run: the ledger may be gone by now, and then keeps it open."""
+    with suppress(DiminuendoError):
+        spending.close("the run was dropped")
 
 
 def _product(numbers: tuple[float, ...]) -> float:

@@ -120,7 +120,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             self.scaler_ = scaler
         self.result_ = fit(
             model,
-            (torch.from_numpy(features), targets),
+            (torch.tensor(features), targets),
             planned,
             loss=loss,
             groups=persons,
@@ -257,7 +257,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         if self.scaler is not None:
             features = np.asarray(self.scaler_.transform(features), dtype=np.float32)
         with torch.no_grad():
-            outputs: np.ndarray = self.model_(torch.as_tensor(features)).numpy()
+            outputs: np.ndarray = self.model_(torch.tensor(features)).numpy()
         return outputs
 
     def cost_of_a_fit(self, changed: dict[str, Any]) -> Cost:
@@ -416,7 +416,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
             raise InputError("among classes", name="a label in y", value="another")
         self.classes_ = known
         loss = nn.CrossEntropyLoss(reduction="none")
-        self._train(features, torch.as_tensor(codes), len(known), loss, groups)
+        self._train(features, torch.tensor(codes), len(known), loss, groups)
         return self
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:

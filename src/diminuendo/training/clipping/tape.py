@@ -329,9 +329,10 @@ def _refuse_outside(piece: Piece) -> None:
     if _RUNNING:
         return
     raise EngineError(
-        f"a backward pass reached {place(piece.path)} outside the engine; call "
-        "engine.clipped_sum(losses, clip) instead of backward(), or run the forward pass within "
-        "engine.frozen() if another model learns from this loss"
+        f"a backward pass reached {place(piece.path)} outside the engine; instead of "
+        "loss.backward() hand one loss per example to private.backward(losses), "
+        "engine.clipped_sum(losses, clip) or the Opacus adapter's optimizer.backward(losses); or "
+        "run the forward pass within engine.frozen() if another model learns from this loss"
     )
 
 
