@@ -133,10 +133,18 @@ def test_losses_that_cannot_be_taken_apart_are_refused_unpaid(tmp_path: Path) ->
             x, y = batch
             return F.cross_entropy(self.second(self.first(x - x.mean(0)).relu()), y)
 
+    class Half(Module):
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.first(batch[0])[:3].mean()
+
     plan = planned(rate=1.0)
     with Ledger(str(tmp_path / "l.sqlite")) as ledger:
         ledger.create("b", plan.budget)
-        for module, words in ((Rooted(), "one loss per example"), (Mixing(), "whatever the other")):
+        for module, words in (
+            (Rooted(), "one loss per example"),
+            (Mixing(), "whatever the other"),
+            (Half(), "one for each"),
+        ):
             strategy = PrivateStrategy(plan, spending=ledger.pay("b", plan))
             with pytest.raises(InputError, match=words):
                 trainer(tmp_path, strategy).fit(module, loader())

@@ -449,6 +449,18 @@ def test_before_make_private() -> None:
         PrivacyEngine().save_checkpoint(path="run.pt", module=network())
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_nobody_knows_what_dropout_drops(seeded: bool) -> None:
+    """A seed that stands in the script would tell: masks go by an example's place in the batch."""
+    states = []
+    for _ in range(2):
+        *_, loader = made(noise_generator=generator() if seeded else None)
+        torch.manual_seed(0)
+        next(iter(loader))
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1]) == seeded
+
+
 def test_a_model_that_takes_no_empty_batch() -> None:
     class Picky(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from diminuendo.errors import InputError
+from diminuendo.planning import Plan
+from diminuendo.spending import Spending
 from diminuendo.training import PrivateGradients, Result
+from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.run import Status
 
 
@@ -69,7 +72,26 @@ def set_secret_randomness(private: PrivateGradients) -> None:
     np.random.seed([number & 0xFFFFFFFF, number >> 32])  # noqa: NPY002
 
 
-def result_of(private: PrivateGradients, interrupted: str = "") -> Result:
+class Spent(Protocol):
+    """What a result tells: `PrivateGradients` has it, and so has a strategy for clients."""
+
+    plan: Plan
+    spending: Spending
+    step: int
+    lost: int
+    noise: NoiseName
+    unit: str
+
+    @property
+    def private(self) -> bool:
+        """False where a fixed seed makes the noise predictable."""
+
+    @property
+    def delta_added(self) -> float:
+        """What is to be added to δ for rounding errors."""
+
+
+def result_of(private: Spent, interrupted: str = "") -> Result:
     """How a run ended and what it spent, where a framework ran it.
 
     interrupted  why somebody stopped it before the plan or the budget did; empty where nobody did

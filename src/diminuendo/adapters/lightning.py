@@ -44,7 +44,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
     from torch.utils.data import default_collate as plain_collate
 
-    from diminuendo.adapters._mean_losses import Means
+    from diminuendo.adapters._mean_losses import losses_behind
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
@@ -55,6 +55,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     from diminuendo.training import Journal, PrivateGradients, Result, follow_plan
     from diminuendo.training.guard import check_scheduler, check_seed, check_unit
     from diminuendo.training.learning_rates import planned_by
+    from diminuendo.training.mean_loss import Reductions
     from diminuendo.training.mechanism import NoiseName
     from diminuendo.training.progress import EpsilonSoFar
     from diminuendo.training.step import ClipRule
@@ -291,13 +292,12 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _losses(self, batch: Any, *rest: Any) -> Tensor:
         """The forward pass that the engine watches: the module's whole training step."""
         module = self.lightning_module
-        means = Means(rows_in(batch))
         if not self._reveal:
             object.__setattr__(module, "log", self._drop)
         try:
-            with self.precision_plugin.train_step_context(), means:
+            with self.precision_plugin.train_step_context(), Reductions():
                 returned = module.training_step(batch, *rest)
-            return means.losses(returned)
+            return losses_behind(returned)
         finally:
             if not self._reveal:
                 object.__delattr__(module, "log")

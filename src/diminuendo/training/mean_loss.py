@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from diminuendo.errors import UsageError
-from diminuendo.training.criteria import CRITERIA, behind
+from diminuendo.training.criteria import CRITERIA, unreduced
 from diminuendo.training.reduced import Kind, Reduced, is_number
 
 Step = Callable[[Reduced], None]
@@ -54,6 +55,41 @@ class Tracked(Tensor):
             found = _RULES[func](func, args, named) if func in _RULES else None
             result = func(*args, **named) if found is None else found[0]
             return _marked(result, _step_of(args, named), found)
+
+
+class Reductions(TorchFunctionMode):
+    """Within, means and sums over everything, and PyTorch's losses, keep the losses behind them.
+
+    For a training step that calls parts of a model as it likes, so that there is no one output to
+    `track`. Nothing else is marked: what happens inside the model stays as it is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        named = dict(kwargs or {})
+        if func in CRITERIA or (func in _WHOLE and len(args) == 1 and not named):
+            args, named = _marked((args, named), _no_step, None)
+        return func(*args, **named)
+
+
+def behind(loss: Tensor) -> tuple[Reduced | None, str]:
+    """The losses behind a mean or a sum, or None and the reason where it is known."""
+    if not isinstance(loss, Tracked):
+        return None, ""
+    if loss.reduced is not None and loss.written != loss._version:
+        return None, "It was changed in place: write loss = loss * c, not loss.mul_."
+    return loss.reduced, loss.reason
+
+
+def _no_step(reduced: Reduced) -> None:
+    del reduced
+    raise UsageError("This loss belongs to a training step: return it, and do not go backwards.")
 
 
 _Found = tuple[Tensor, "Reduced | None", str]
@@ -103,11 +139,8 @@ def _backward(
             "loss.backward() takes a private step and has no other arguments than retain_graph. "
             "Write the weights into the losses: (weights * losses).mean().backward()."
         )
-    reduced, reason, take_step = None, "", None
-    if isinstance(loss, Tracked):
-        reduced, reason, take_step = loss.reduced, loss.reason, loss.take_step
-        if reduced is not None and loss.written != loss._version:
-            reduced, reason = None, "It was changed in place: write loss = loss * c, not loss.mul_."
+    reduced, reason = behind(loss)
+    take_step = loss.take_step if isinstance(loss, Tracked) else None
     if take_step is None:
         reduced, reason = None, "Losses of two private models do not go into one number."
     if reduced is None or take_step is None:
@@ -196,9 +229,12 @@ _ARITHMETIC: dict[Callable[..., Any], str] = {
     **dict.fromkeys((torch.div, Tensor.div, Tensor.div_), "div"),
     **dict.fromkeys((torch.neg, Tensor.neg, Tensor.neg_), "neg"),
 }
-_RULES: dict[Callable[..., Any], _Rule] = {
+_WHOLE: dict[Callable[..., Any], _Rule] = {
     **dict.fromkeys((torch.mean, Tensor.mean), _whole("mean")),
     **dict.fromkeys((torch.sum, Tensor.sum), _whole("sum")),
-    **dict.fromkeys(CRITERIA, behind),
+}
+_RULES: dict[Callable[..., Any], _Rule] = {
+    **_WHOLE,
+    **dict.fromkeys(CRITERIA, unreduced),
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }
