@@ -34,6 +34,7 @@ BEFORE["measuring"] = {*BEFORE["replicas"], "replicas"}
 BEFORE["tuning"] = {*BEFORE["replicas"], "replicas", "report"}
 BEFORE["audit"] = {*CORE, "training"}
 BEFORE["paper"] = {*BEFORE}
+BEFORE["compare"] = {*BEFORE} - {"measuring"}
 BEFORE["experiments"] = {*BEFORE}
 BEFORE["adapters"] = {*BEFORE}
 BEFORE["cli"] = {*BEFORE} - {"adapters"}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diminuendo.errors import InputError
-from diminuendo.training.mean_loss import behind
+from diminuendo.training.mean_loss import kept_losses
 
 
 def losses_behind(returned: Any) -> Tensor:
@@ -22,7 +22,7 @@ def losses_behind(returned: Any) -> Tensor:
     if isinstance(loss, Tensor):
         if loss.dim() == 1:
             return loss.as_subclass(Tensor)
-        reduced, reason = behind(loss)
+        reduced, reason = kept_losses(loss)
         mean = None if reduced is None else reduced.as_kind("mean")
         if mean is not None:
             return mean.losses

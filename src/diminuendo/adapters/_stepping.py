@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from diminuendo.errors import InputError
-from diminuendo.planning import Plan
-from diminuendo.spending import Spending
+from diminuendo.events import GaussianStep
 from diminuendo.training import PrivateGradients, Result
-from diminuendo.training.mechanism import NoiseName
-from diminuendo.training.run import Status
+from diminuendo.training.result import Spent, Status, result_of
 
 
 class LossesOf(nn.Module):
@@ -72,51 +71,20 @@ def set_secret_randomness(private: PrivateGradients) -> None:
     np.random.seed([number & 0xFFFFFFFF, number >> 32])  # noqa: NPY002
 
 
-class Spent(Protocol):
-    """What a result tells: `PrivateGradients` has it, and so has a strategy for clients."""
-
-    plan: Plan
-    spending: Spending
-    step: int
-    lost: int
-    noise: NoiseName
-    unit: str
-
-    @property
-    def private(self) -> bool:
-        """False where a fixed seed makes the noise predictable."""
-
-    @property
-    def delta_added(self) -> float:
-        """What is to be added to δ for rounding errors."""
-
-
-def result_of(private: Spent, interrupted: str = "") -> Result:
+def how_it_ended(private: Spent, interrupted: str) -> Result:
     """How a run ended and what it spent, where a framework ran it.
 
-    interrupted  why somebody stopped it before the plan or the budget did; empty where nobody did
+    interrupted  why it would have ended before the plan, if not for want of budget
     """
-    spending, steps = private.spending, private.plan.steps
+    steps, spending = private.plan.steps, private.spending
     status: Status = "done"
     reason = "every step of the plan was taken"
-    if private.lost:
-        reason += f", except for {private.lost} that a crash had cost"
-    if interrupted and private.step < steps:
+    if private.step < steps:
+        coming = GaussianStep(
+            noise_multiplier=float(private.plan.sigmas[private.step]),
+            sampling_rate=float(private.plan.rates[private.step]),
+        )
         status, reason = "interrupted", interrupted
-    elif private.step < steps:
-        status, reason = "refused", "too little is left of the budget for another step"
-    return Result(
-        status,
-        reason,
-        private.step,
-        spending.granted,
-        spending.epsilon(),
-        spending.budget.delta,
-        spending.budget.relation,
-        private.private,
-        private.lost,
-        noise=private.noise,
-        delta_added=private.delta_added,
-        unit=private.unit,
-        ledger=spending.cite(),
-    )
+        if not spending.fits(coming):
+            status, reason = "refused", "too little is left of the budget for another step"
+    return replace(result_of(private, status, reason), ledger=spending.cite())

@@ -42,7 +42,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
     from flwr.serverapp.strategy import FedAvg, Strategy
     from torch import Tensor
 
-    from diminuendo.adapters._stepping import result_of
+    from diminuendo.adapters._stepping import how_it_ended
     from diminuendo.training import Flat, Journal, Result
     from diminuendo.training.clipping.rounding import row_norm
     from diminuendo.training.guard import check_plan, check_seed
@@ -156,7 +156,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         except BaseException as error:
             self._end(type(error).__name__)
             raise
-        self.result = result_of(self, "start was asked for fewer rounds than the plan has")
+        self.result = how_it_ended(self, "start was asked for fewer rounds than the plan has")
         self._end(self.result.status)
         return output
 

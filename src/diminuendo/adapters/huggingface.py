@@ -38,7 +38,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("transformers", **_NEEDE
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
-        result_of,
+        how_it_ended,
         rows_in,
         set_secret_randomness,
     )
@@ -168,7 +168,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         try:
             output = super().train(self._resume_from, **more)
             private = self._started()
-            self.result = result_of(private, "Trainer stopped before the plan's last step")
+            self.result = how_it_ended(private, "Trainer stopped before the plan's last step")
             private.guard.verify()
             private.spending.close(self.result.status)
         except BaseException as error:

@@ -48,7 +48,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
-        result_of,
+        how_it_ended,
         rows_in,
         set_secret_randomness,
     )
@@ -363,7 +363,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """State how the run ended, and close the budget."""
         private = self._started()
         private.guard.verify()
-        self.result = result_of(private, "Trainer stopped before the plan's last step")
+        self.result = how_it_ended(private, "Trainer stopped before the plan's last step")
         private.spending.close(self.result.status)
         super().on_train_end()
 

@@ -92,7 +92,7 @@ def read(path: Path) -> dict[str, Any]:
             kinds = KEYS[section][key]
             if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
                 raise InputError(_kinds_said(kinds), name=f"{section}.{key}", value=value)
-    for section in ("model", "data", "training", "output"):
+    for section in ("data", "training", "output"):
         if section not in settings:
             raise InputError(
                 "there",

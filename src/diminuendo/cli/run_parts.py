@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from diminuendo.ledger import LedgerSpending
     from diminuendo.training import Checkpoints
     from diminuendo.training.groups import Groups
+    from diminuendo.tuning import Choice
 
 _CLIPS = ("flat", "per-layer", "automatic")
 
@@ -30,10 +31,51 @@ def seed_initialisation(seed: Any) -> None:
         torch.manual_seed(_validate.count("training.seed", seed, at_least=0, at_most=2**63))
 
 
-def make_model(section: Mapping[str, Any]) -> Any:
-    """The nn.Module that the factory returns."""
+def read_choice(settings: Mapping[str, Any], folder: Path) -> Choice | None:
+    """What `diminuendo tune` chose, where that is the file that plan.path names."""
+    section = settings.get("plan", {})
+    if "path" not in section:
+        return None
+    path = folder / section["path"]
+    text = _files.read_text(path, name="the plan")
+    if '"diminuendo.choice/' not in text[:100]:
+        return None
+    from diminuendo.tuning import Choice
+
+    _check_alone(settings)
+    return Choice.from_json(text, source=str(path))
+
+
+def chosen(choice: Choice | None) -> dict[str, Any]:
+    """What a choice says of [training]."""
+    if choice is None:
+        return {}
+    return {"lr": choice.lr, "clip": choice.candidate.clipping}
+
+
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    section = settings.get("plan", {})
+    if len(section) > 1 or "budget" in settings:
+        raise InputError(
+            "left out where plan.path is given",
+            name="the rest of [plan], and [budget]",
+            value=sorted({*section, "budget"} - {"path"}),
+        )
+
+
+def make_model(section: Mapping[str, Any] | None, choice: Choice | None) -> Any:
+    """The nn.Module that the factory returns, or the one that was chosen."""
     from torch import nn
 
+    if section is None:
+        if choice is None or choice.model is None:
+            raise InputError(
+                "there",
+                name="the section [model] of the run file",
+                value=None,
+                remedy="`diminuendo train --help` shows one.",
+            )
+        return choice.model()
     model = made(section.get("factory"), "model.factory", section.get("arguments", {}))
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -48,12 +90,7 @@ def make_plan(
     """The plan of [plan] path, or the one that [budget] and [plan] describe."""
     section = dict(settings.get("plan", {}))
     if "path" in section:
-        if len(section) > 1 or "budget" in settings:
-            raise InputError(
-                "left out where plan.path is given",
-                name="the rest of [plan], and [budget]",
-                value=sorted({*section, "budget"} - {"path"}),
-            )
+        _check_alone(settings)
         path = folder / section["path"]
         return Plan.from_json(_files.read_text(path, name="the plan"), source=str(path))
     if "budget" not in settings:
@@ -124,6 +161,8 @@ def make_optimizer(training: Mapping[str, Any], model: Any, plan: Plan) -> tuple
     ):
         if dependent in training and leader not in training:
             raise InputError("given", name=f"training.{leader}", value=None)
+    if not {"lr", "optimizer", "lr_scheduler"} & training.keys():
+        return None, None  # `fit` chooses a learning rate, where it can
     rate = _validate.positive("training.lr", training.get("lr"), remedy="The learning rate.")
     optimizer: Any = None
     if "optimizer" in training:

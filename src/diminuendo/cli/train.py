@@ -19,6 +19,7 @@ from diminuendo.report import run as run_report
 
 if TYPE_CHECKING:
     from diminuendo.training import Result
+    from diminuendo.tuning import Choice
 
 _EXIT_CODES = {"done": 0, "refused": 3, "interrupted": 130}
 
@@ -67,7 +68,8 @@ def train(
       path = "test.npz"                 # what the model is scored on when it is trained
       public = true                     # unless it is, the scores are not covered by the claim
       [plan]
-      path = "plan.json"                # or a [budget] and the arguments of dim.plan here
+      path = "plan.json"                # or choice.json of `diminuendo tune`, which brings lr, clip
+                                        # and model; or a [budget] and dim.plan's arguments here
       [ledger]
       budget = "patients"               # who pays; url = "…" unless it is the default ledger
       [training]
@@ -82,13 +84,18 @@ def train(
     from diminuendo.training import Compute, Progress, fit
 
     settings, here = run_file.read(run), run.parent.resolve()
-    training = settings["training"]
+    choice = run_parts.read_choice(settings, here)
+    training = {**run_parts.chosen(choice), **settings["training"]}
     with run_file.importable(here):
         run_parts.seed_initialisation(training.get("seed"))
-        model = run_parts.make_model(settings["model"])
+        model = run_parts.make_model(settings.get("model"), choice)
         data = run_data.read(settings["data"], "data", here, model)
         groups = run_data.groups(settings["data"], here)
-        plan = run_parts.make_plan(settings, here, model, data, groups)
+        plan = (
+            run_parts.make_plan(settings, here, model, data, groups)
+            if choice is None
+            else choice.plan
+        )
         loss = run_file.made(
             training.get("loss", "torch.nn:CrossEntropyLoss"),
             "training.loss",
@@ -129,7 +136,9 @@ def train(
     if test is not None:  # after all that was paid for is in its files
         with run_file.plain_errors():
             facts = _write(output, model, plan, result, test.evaluate(model, loss))
-    page = run_report.page(plan, facts) + _loading(settings["model"], output / "model.pt")
+    page = run_report.page(plan, facts) + _loading(
+        settings.get("model"), choice, output / "model.pt"
+    )
     _files.write_text(output / "report.md", page)
     html.write_page(output / "report.html", run_report.document(plan, facts, (), drawn(plan)))
     print_json(facts) if as_json else print(page)
@@ -153,10 +162,19 @@ def _write(
     return facts
 
 
-def _loading(section: dict[str, Any], path: Path) -> str:
+def _loading(section: dict[str, Any] | None, choice: Choice | None, path: Path) -> str:
     """How to get the trained model back, as lines of the report."""
-    module, _, name = str(section["factory"]).partition(":")
-    arguments = ", ".join(f"{key}={value!r}" for key, value in section.get("arguments", {}).items())
+    if section is None:
+        assert choice is not None
+        assert choice.model is not None
+        maker = choice.model
+        module, name = "diminuendo.tuning", type(maker).__name__
+        made = f"{maker!r}()"
+    else:
+        module, _, name = str(section["factory"]).partition(":")
+        settings = section.get("arguments", {}).items()
+        arguments = ", ".join(f"{key}={value!r}" for key, value in settings)
+        made = f"{name}({arguments})"
     return f"""
 To load the model:
 
@@ -164,7 +182,7 @@ To load the model:
 import torch
 from {module} import {name}
 
-model = {name}({arguments})
+model = {made}
 model.load_state_dict(torch.load({str(path)!r}, weights_only=True))
 model.eval()
 ```

@@ -2,9 +2,9 @@
 
 In every cell (task, N, budget) each model is tuned on auxiliary data alone in four ways: uniform
 noise at a constant learning rate, fading noise at a constant one, uniform noise at a falling one,
-and both together; clip, clipping rule, momentum, steps and size of the learning rate are tuned in
-all of them. The model that does best on the auxiliary data is the one chosen. Every part is stored
-when it is done, so that an interrupted run resumes.
+and whatever is best; clip, clipping rule, momentum, steps and size of the learning rate are tuned
+in all of them. The model that does best on the auxiliary data is the one chosen. Every part is
+stored when it is done, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diminuendo.tuning.results import TuningResult
 from diminuendo.tuning.space import Candidate, Space, make_plan
 
 METHODS = ("uniform", "fading", "falling", "joint")
-"""Noise and learning rate constant, one of them falling, or both."""
+"""Noise and learning rate constant, one of them falling, or what is best: one, both or neither."""
 FIRST_SEED = 10_000
 """Seeds of the repeats start here: tuning uses none of them."""
 _AT_ONCE = 64
@@ -193,8 +193,8 @@ def _by_method(result: TuningResult) -> dict[str, Candidate]:
     restricted = {one.name: one.best.candidate for one in result.ablations}
     return {
         "uniform": restricted["uniform noise, constant rate"],
-        "fading": restricted["constant learning rate"],
-        "falling": restricted["uniform noise"],
+        "fading": restricted["fading noise, constant rate"],
+        "falling": restricted["uniform noise, falling rate"],
         "joint": result.best.candidate,
     }
 

@@ -108,7 +108,7 @@ def plan(
     if isinstance(lr, str):
         check_name(lr, also=("joint",))
     if epochs is not None:
-        steps = _steps_of(epochs, steps, sampling_rate)
+        steps = steps_of(epochs, steps, sampling_rate)
     fixed = _fixed_steps(steps, sampling_rate, lr)
     rate = one_or_each(sampling_rate, fixed)
     momentum = None if momentum is None else _validate.real("momentum", momentum)
@@ -189,9 +189,9 @@ def plan(
     return result
 
 
-def _steps_of(epochs: float, steps: int | str, sampling_rate: float | ArrayLike) -> int:
+def steps_of(epochs: float, steps: int | str | None, sampling_rate: float | ArrayLike) -> int:
     """How many steps go through the examples so often, on average."""
-    if steps != "auto" or np.ndim(sampling_rate):
+    if steps not in ("auto", None) or np.ndim(sampling_rate):
         raise InputError(
             "left out where steps, or a rate for each step, say how many there are",
             name="epochs",

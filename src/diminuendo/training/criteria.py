@@ -50,7 +50,7 @@ def _signature(func: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(func)
 
 
-def unreduced(
+def behind(
     func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Tensor, Reduced | None, str] | None:
     """The value of a criterion, the losses behind it, and if there are none the reason.

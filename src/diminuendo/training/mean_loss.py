@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from diminuendo.errors import UsageError
-from diminuendo.training.criteria import CRITERIA, unreduced
+from diminuendo.training.criteria import CRITERIA, behind
 from diminuendo.training.reduced import Kind, Reduced, is_number
 
 Step = Callable[[Reduced], None]
@@ -78,7 +78,7 @@ class Reductions(TorchFunctionMode):
         return func(*args, **named)
 
 
-def behind(loss: Tensor) -> tuple[Reduced | None, str]:
+def kept_losses(loss: Tensor) -> tuple[Reduced | None, str]:
     """The losses behind a mean or a sum, or None and the reason where it is known."""
     if not isinstance(loss, Tracked):
         return None, ""
@@ -139,7 +139,7 @@ def _backward(
             "loss.backward() takes a private step and has no other arguments than retain_graph. "
             "Write the weights into the losses: (weights * losses).mean().backward()."
         )
-    reduced, reason = behind(loss)
+    reduced, reason = kept_losses(loss)
     take_step = loss.take_step if isinstance(loss, Tracked) else None
     if take_step is None:
         reduced, reason = None, "Losses of two private models do not go into one number."
@@ -235,6 +235,6 @@ _WHOLE: dict[Callable[..., Any], _Rule] = {
 }
 _RULES: dict[Callable[..., Any], _Rule] = {
     **_WHOLE,
-    **dict.fromkeys(CRITERIA, unreduced),
+    **dict.fromkeys(CRITERIA, behind),
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
 }

@@ -7,6 +7,7 @@ accountant accounts.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -250,6 +251,15 @@ class Sampler:
     def rate(self, step: int) -> float:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
         return self._rates[min(step, len(self._rates) - 1)]
+
+    def expected(self, step: int, *, at_least: int) -> int:
+        """About how many rows a rank holds at a time in this step: public, and at most all.
+
+        Not fewer than `at_least` where the dataset has so many.
+        """
+        share = math.ceil(self._plan.examples * self.rate(step) / self._group.world)
+        held = share if self.micro_batch is None else min(share, self.micro_batch)
+        return min(max(held, at_least), self._plan.examples)
 
     def check(self, source: Source, groups: Groups | None = None) -> None:
         """Raise where the dataset, or the number of persons in it, is not of the plan's size."""

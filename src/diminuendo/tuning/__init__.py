@@ -1,6 +1,9 @@
 """Choose noise, steps, learning rate, clipping, momentum and model for a privacy budget.
 
 choosing            `tune`: on public or synthetic data, which costs no privacy
+defaults            `settings_for`: good settings for whoever gives none, kept on disk
+regression          the same for least squares
+tabular             synthetic data like tables of measurements
 joint               everything chosen together: `proposals`, judged by a `judge` on auxiliary `sets`
 restrictions        what is taken away to see what it gives
 auxiliary_tuning    families of schedules compared, each in an Optuna study
@@ -18,6 +21,13 @@ from diminuendo import _extras
 with _extras.needed("torch", extra="all", purpose="Tuning"):
     from diminuendo.tuning.auxiliary import Shape
     from diminuendo.tuning.choosing import tune
+    from diminuendo.tuning.defaults import (
+        ChosenSettings,
+        Settings,
+        learning_rate_for,
+        settings_for,
+        settings_for_regression,
+    )
     from diminuendo.tuning.networks import Linear, TwoLayers
     from diminuendo.tuning.private_selection import SelectionResult, select_on_private
     from diminuendo.tuning.private_tuning import PrivateTuningResult, tune_on_private
@@ -28,16 +38,21 @@ __all__ = [
     "Ablation",
     "Candidate",
     "Choice",
+    "ChosenSettings",
     "FamilyResult",
     "Linear",
     "PrivateTuningResult",
     "SelectionResult",
+    "Settings",
     "Shape",
     "Space",
     "Trial",
     "TuningResult",
     "TwoLayers",
+    "learning_rate_for",
     "select_on_private",
+    "settings_for",
+    "settings_for_regression",
     "tune",
     "tune_on_private",
 ]

@@ -249,6 +249,7 @@ def _digest(sets: Sequence[Labelled]) -> str:
 
 
 def _curve_digest(curve_of: CurveOf, space: Space) -> str:
+    assert space.steps is not None  # filled with the paper's
     longest = space.steps[1] if isinstance(space.steps, tuple) else space.steps
     values = np.asarray(curve_of(longest), dtype=np.float64)
     return hashlib.sha256((values / values.max()).round(12).tobytes()).hexdigest()[:16]

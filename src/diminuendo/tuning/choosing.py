@@ -117,7 +117,9 @@ def tune(
     _validate.count("seed", seed, at_least=0)
     objective: Objective = _validate.choice("minimise", minimise or "test-error", OBJECTIVES)  # type: ignore[assignment]
     chosen_from = named_models(
-        models or ([model] if model is not None else MODELS), shape.features, shape.classes
+        (MODELS if model is None else [model]) if models is None else models,
+        shape.features,
+        shape.classes,
     )
     space = _layered((space or Space()).filled(whole(shape.largest_norm)), chosen_from.values())
     effort = joint.Effort(rounds, repeats, finals=3 * repeats, held_out=4 * repeats)

@@ -134,10 +134,10 @@ def _neighbours(
         own = _best(pool, limit)
         if "model" in limit.fixed and (not own or pool[own[0]] > pool[best[0]] + _BEHIND):
             continue
-        start = limit.imposed(best[0])
+        start = limit.imposed(best[0], proposals)
         found.append(start)
         base = own[0] if own else start
-        found += [limit.imposed(proposals.near(base, scale)) for _ in range(_NEIGHBOURS)]
+        found += [limit.imposed(proposals.near(base, scale), proposals) for _ in range(_NEIGHBOURS)]
     return found
 
 

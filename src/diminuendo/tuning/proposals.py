@@ -80,13 +80,13 @@ class Proposals:
     def probes(self, candidate: Candidate) -> list[Candidate]:
         """The candidate with one choice more, or two: so that each has been tried at least once."""
         found = []
-        faded = self._faded(candidate, 0.6)
+        faded = self.faded(candidate, 0.6)
         if self._open("fall"):
-            found += [faded, self._faded(candidate, 0.8)]
+            found += [faded, self.faded(candidate, 0.8)]
         if self._open("lr_shape"):
             for shape in _names(self.space.lr_shape):
                 if shape != "constant":
-                    found += [self._fallen(candidate, shape, 0.3), self._fallen(faded, shape, 0.6)]
+                    found += [self.fallen(candidate, 0.3, shape), self.fallen(faded, 0.6, shape)]
         if self._open("momentum"):
             found.append(replace(candidate, momentum=_inside(self.space.momentum, 0.5)))
         if self._open("clipping"):
@@ -94,15 +94,18 @@ class Proposals:
             found += [replace(candidate, clipping=rule) for rule in rules]
         return found
 
-    def _faded(self, c: Candidate, fall: float) -> Candidate:
+    def faded(self, c: Candidate, fall: float) -> Candidate:
+        """With noise that falls to this share, or as near to it as the space allows."""
         fall = _inside(self.space.fall, fall)
         uniform = fall == 1
         return replace(
             c, fall=None if uniform else fall, family="uniform" if uniform else "exponential"
         )
 
-    def _fallen(self, c: Candidate, shape: str, fall: float) -> Candidate:
-        """With a falling learning rate that covers about the same path."""
+    def fallen(self, c: Candidate, fall: float, shape: str | None = None) -> Candidate:
+        """With a learning rate that falls to this share and covers about the same path."""
+        if shape is None:
+            shape = next(name for name in _names(self.space.lr_shape) if name != "constant")
         fall = _inside(self.space.lr_fall, fall)
         lr = c.lr
         if c.lr_shape == "constant" and self._open("lr"):
@@ -143,7 +146,7 @@ class Proposals:
         return replace(c, clip=clip, lr=lr)
 
     def _fall(self, c: Candidate, scale: float) -> Candidate:
-        return self._faded(c, _moved(self.space.fall, c.fall or 1.0, 0.4 * scale, self.chance))
+        return self.faded(c, _moved(self.space.fall, c.fall or 1.0, 0.4 * scale, self.chance))
 
     def _lr_shape(self, c: Candidate, scale: float) -> Candidate:
         del scale
@@ -152,7 +155,7 @@ class Proposals:
             return replace(c, lr_shape=shape, lr_fall=1.0)
         if c.lr_shape != "constant":
             return replace(c, lr_shape=shape)
-        return self._fallen(c, shape, float(self.chance.choice([0.05, 0.2, 0.5])))
+        return self.fallen(c, float(self.chance.choice([0.05, 0.2, 0.5])), shape)
 
     def _lr_fall(self, c: Candidate, scale: float) -> Candidate:
         if c.lr_shape == "constant":

@@ -6,42 +6,68 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diminuendo.tuning.proposals import Proposals
 from diminuendo.tuning.space import Candidate, Space
 
 _UNIFORM = {"family": "uniform", "fall": None}
 _CONSTANT = {"lr_shape": "constant", "lr_fall": 1.0}
+_NOISE = {False: "uniform noise", True: "fading noise"}
+_RATE = {False: "constant rate", True: "falling rate"}
+_FADED, _FALLEN = 0.7, 0.3
+"""Where noise and learning rate fall to, before that is tuned."""
 
 
 @dataclass(frozen=True)
 class Restriction:
-    """Some settings of a candidate held fixed."""
+    """Some settings of a candidate held fixed, and noise or learning rate made to fall.
+
+    fixed     settings by their names
+    fading    σ_t falls
+    falling   η_t falls
+    """
 
     name: str
     fixed: Mapping[str, Any]
+    fading: bool = False
+    falling: bool = False
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether a candidate keeps to it."""
-        return all(getattr(candidate, name) == value for name, value in self.fixed.items())
+        return (
+            all(getattr(candidate, name) == value for name, value in self.fixed.items())
+            and not (self.fading and (candidate.fall or 1.0) >= 1)
+            and not (self.falling and (candidate.lr_shape == "constant" or candidate.lr_fall >= 1))
+        )
 
-    def imposed(self, candidate: Candidate) -> Candidate:
-        """The candidate with the fixed settings in place of its own."""
-        return replace(candidate, **self.fixed)
+    def imposed(self, candidate: Candidate, proposals: Proposals) -> Candidate:
+        """The candidate with the restriction's settings in place of its own."""
+        candidate = replace(candidate, **self.fixed)
+        if self.fading and (candidate.fall or 1.0) >= 1:
+            candidate = proposals.faded(candidate, _FADED)
+        if self.falling and (candidate.lr_shape == "constant" or candidate.lr_fall >= 1):
+            candidate = proposals.fallen(candidate, _FALLEN)
+        return candidate
 
 
 def restrictions(space: Space, models: Iterable[str]) -> list[Restriction]:
-    """Every choice that the space leaves open, taken away; and all of them but the model's."""
-    uniform = _reaches(space.fall, 1.0) and isinstance(space.fall, tuple)
+    """Every choice that the space leaves open, one by one; and none of them, the model apart."""
+    uniform = isinstance(space.fall, tuple) and _reaches(space.fall, 1.0)
     shapes = _several(space.lr_shape)
     constant = "constant" in shapes and len(shapes) > 1
     still = isinstance(space.momentum, tuple) and _reaches(space.momentum, 0.0)
     rules = _several(space.clipping)
     found = []
-    if uniform:
-        found.append(Restriction("uniform noise", _UNIFORM))
-    if constant:
-        found.append(Restriction("constant learning rate", _CONSTANT))
-    if uniform and constant:
-        found.append(Restriction("uniform noise, constant rate", {**_UNIFORM, **_CONSTANT}))
+    for fading in (False, True) if uniform else (None,):
+        for falling in (False, True) if constant else (None,):
+            if fading is None and falling is None:
+                continue
+            words = [_NOISE[fading]] if fading is not None else []
+            words += [_RATE[falling]] if falling is not None else []
+            fixed = {
+                **(_UNIFORM if fading is False else {}),
+                **(_CONSTANT if falling is False else {}),
+            }
+            found.append(Restriction(", ".join(words), fixed, bool(fading), bool(falling)))
     if still:
         found.append(Restriction("no momentum", {"momentum": 0.0}))
     if len(rules) > 1:

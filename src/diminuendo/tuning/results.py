@@ -123,7 +123,7 @@ class FamilyResult(Choice):
 class Ablation:
     """What is left when one choice is taken away, everything else tuned again without it.
 
-    name    what is left out, or kept alone: "uniform noise", "no momentum", "linear alone"
+    name    what is left: "uniform noise, constant rate", "no momentum", "linear alone"
     best    the best candidate under the restriction
     loss    by how much its objective is above `TuningResult.best`'s on held-out auxiliary data:
             the mean of paired differences with its 95% interval; above zero the choice helps
@@ -210,7 +210,7 @@ class TuningResult:
 
         These are public facts about public data, unless `warning` says otherwise.
         """
-        told = {
+        told: dict[str, Any] = {
             "best": self.best.family,
             "warning": self.warning,
             "minimise": self.minimise,

@@ -224,18 +224,20 @@ class Candidate:
         """One training run with these settings, for `replicas.train`.
 
         data    the index of its training set
-        share   examples of its training set over those that the settings are for: σ_t is multiplied
-                by it and the sampling rate divided, so that the noise of a step stays what it is
+        share   examples of its training set over those that the settings are for: with a sampling
+                rate that keeps the expected batch, as far as it can, and with noise multipliers
+                that keep the noise on the mean gradient
         """
         shares = self.lr_shares
+        rate = min(1.0, self.sampling_rate / share)
         return Replica(
-            sigmas=self.sigmas(budget) * share,
+            sigmas=self.sigmas(budget) * (share * rate / self.sampling_rate),
             lr=self.lr if shares is None else self.lr * shares,
             clip=self.clip,
             beta=self.momentum,
             seed=seed,
             data=data,
-            sampling_rate=min(1.0, self.sampling_rate / share),
+            sampling_rate=rate,
             clipping=self.clipping,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -22,6 +23,7 @@ from diminuendo.adapters.sklearn import (
     PublicScaler,
     SearchCost,
 )
+from diminuendo.tuning import ChosenSettings, Shape, Space
 
 pytestmark = pytest.mark.filterwarnings("ignore::diminuendo.PlanWarning")
 
@@ -34,7 +36,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def test_it_learns_and_says_what_it_spent() -> None:
     x, y = data()
-    model = PrivateClassifier(epsilon=8, steps=40, lr=1.0, hidden=0).fit(x, y)
+    model = PrivateClassifier(epsilon=8, steps=40, lr=1.0, clip=1.0, hidden=0).fit(x, y)
     assert model.score(x, y) > 0.8
     assert list(model.classes_) == ["no", "yes"]
     assert np.allclose(model.predict_proba(x).sum(1), 1)
@@ -48,7 +50,7 @@ def test_a_grid_search_is_charged_fit_by_fit(tmp_path: Path) -> None:
     url = str(tmp_path / "ledger.sqlite")
     with Ledger(url) as ledger:
         ledger.create("b", Budget(epsilon=8, delta=1e-5))
-        model = PrivateClassifier(epsilon=1, steps=10, ledger=url, budget="b", hidden=3)
+        model = PrivateClassifier(epsilon=1, steps=10, clip=1.0, ledger=url, budget="b", hidden=3)
         search = GridSearchCV(model, {"lr": [0.1, 1.0]}, cv=2, error_score="raise")
         with pytest.warns(SearchCost, match=r"5 private models \(2 candidates × 2 folds, and"):
             search.fit(x, y)
@@ -59,7 +61,9 @@ def test_a_grid_search_is_charged_fit_by_fit(tmp_path: Path) -> None:
         assert ledger.status("b").spent == pytest.approx(5 * each / whole, rel=1e-6)
         assert search.best_estimator_.result_.ledger["run"] == runs[-1].id
         with pytest.raises(BudgetRefused, match="left"):
-            PrivateClassifier(epsilon=8, steps=10, ledger=url, budget="b").fit(x, y)
+            PrivateClassifier(epsilon=8, steps=10, lr=1.0, clip=1.0, ledger=url, budget="b").fit(
+                x, y
+            )
         spent = ledger.status("b").spent
         many = GridSearchCV(model, {"lr": np.linspace(0.1, 1, 30)}, cv=2, refit=False)
         with pytest.raises(BudgetRefused, match=r"60 private models.*Nothing was fitted"):
@@ -218,8 +222,58 @@ def test_data_that_cannot_work_are_refused_before_anything_is_spent() -> None:
         own_risk = PrivateClassifier(steps=5, lr=1.0, clip=1.0)
         assert own_risk.fit(factor * x, y).result_.status == "done"
         low, high = -5 * factor, 5 * factor
-        scaled = PrivateClassifier(epsilon=8, steps=20, lr=2.0, scaler=PublicScaler(low, high))
+        scaled = PrivateClassifier(
+            epsilon=8, steps=20, lr=2.0, clip=1.0, scaler=PublicScaler(low, high)
+        )
         assert scaled.fit(factor * x, y).score(factor * x, y) > 0.8
     x[:, 1] = np.nan
     with pytest.raises(ValueError, match="NaN"):
         PrivateClassifier().fit(x, y)
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_whoever_gives_nothing_gets_good_settings_and_is_told() -> None:
+    x, y = data()
+    with pytest.warns(ChosenSettings, match=r"steps, lr, clip not given.*linear|T = \d+"):
+        model = PrivateClassifier(epsilon=8).fit(x, y)
+    assert model.score(x, y) > 0.85
+    assert 0 < model.epsilon_ <= 8
+    with pytest.warns(ChosenSettings, match="^clip not given"):
+        model = PrivateClassifier(epsilon=8, steps=11, lr=0.5, schedule="uniform").fit(x, y)
+    assert model.plan_.steps == 11
+    assert len(set(model.plan_.sigmas)) == 1
+    with pytest.warns(ChosenSettings):
+        model = PrivateClassifier(epsilon=8, epochs=2, sampling_rate=0.2).fit(x, y)
+    assert model.plan_.steps == 10
+    assert model.plan_.sampling_rate == 0.2
+    values = x[:, 0].clip(-2, 2)
+    with pytest.warns(ChosenSettings):
+        numbers = PrivateRegressor(epsilon=8, target_bounds=(-2, 2)).fit(x, values)
+    assert numbers.score(x, values) > 0.5
+    with pytest.raises(InputError, match="all given for a network"):
+        PrivateRegressor(epsilon=8, target_bounds=(-2, 2), hidden=3).fit(x, values)
+
+
+def test_what_tune_found_goes_straight_in() -> None:
+    x, y = data()
+    shape = Shape(examples=300, features=4, classes=2, largest_norm=2)
+    settings: dict[str, Any] = {"rounds": 0, "repeats": 1, "progress": False}
+    tuned = dim.tune((4, 1e-5), shape, models=["linear"], space=Space(clipping="flat"), **settings)
+    for given in (tuned, tuned.best):
+        model = PrivateClassifier(plan=given).fit(x, y)
+        assert model.plan_ is tuned.best.plan
+        assert clone(model).fit(x, y).plan_ == tuned.best.plan
+    with pytest.raises(InputError, match="hidden"):
+        PrivateClassifier(plan=tuned, hidden=5).fit(x, y)
+    with pytest.raises(InputError, match="lr"):
+        PrivateClassifier(plan=tuned.best.plan).fit(x, y)
+    automatic = dim.tune(
+        (4, 1e-5), shape, models=["linear"], space=Space(clipping="automatic"), **settings
+    )
+    with pytest.raises(InputError, match="flat clipping"):
+        PrivateClassifier(plan=automatic).fit(x, y)

@@ -7,6 +7,7 @@ combine estimators, another version of scikit-learn), nothing is said; no claim 
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -193,14 +194,21 @@ def _own(candidate: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _total(costs: list[Cost], *, drawn: bool) -> str:
+    paid = "The ledger is charged for each" if costs[0].ledger else "No ledger counts them"
+    rest = f"{paid}. Scores on private rows, and the choice by them, are not covered."
+    if not all(cost.events for cost in costs):
+        epsilon = math.fsum(cost.budget.epsilon for cost in costs)
+        delta = math.fsum(cost.budget.delta for cost in costs)
+        return (
+            f"Together they cost at most the sum: ε ≤ {rounded_up(epsilon)} at δ = {delta:.3g}, "
+            f"for somebody who sees all of them. {rest}"
+        )
     delta = min(cost.budget.delta for cost in costs)
     budget = replace(costs[0].budget, delta=delta)
     epsilon = accounting.claim([event for cost in costs for event in cost.events], budget)
-    paid = "The ledger is charged for each" if costs[0].ledger else "No ledger counts them"
     return (
         f"Together they cost ε ≤ {rounded_up(epsilon)} at δ = {delta:g}, for somebody who sees all "
-        f"of them{', by the settings of the estimator as it is' if drawn else ''}. {paid}. Scores "
-        "on private rows, and the choice by them, are not covered."
+        f"of them{', by the settings of the estimator as it is' if drawn else ''}. {rest}"
     )
 
 
@@ -221,7 +229,10 @@ def _refuse_beyond_ledger(costs: list[Cost], words: str) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one fit releases, by whose terms, and which ledger pays: (URL, budget) or None."""
+    """What one fit releases, by whose terms, and which ledger pays: (URL, budget) or None.
+
+    No events: what it releases is within the budget, and not known before.
+    """
 
     events: tuple[GaussianStep, ...]
     budget: Budget

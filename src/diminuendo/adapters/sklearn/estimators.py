@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -30,9 +30,19 @@ from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import Ledger
 from diminuendo.planning import Plan, plan
+from diminuendo.planning.planner import steps_of
 from diminuendo.spending import from_ledger
 from diminuendo.training import fit
 from diminuendo.training.groups import Groups
+from diminuendo.tuning import (
+    Candidate,
+    Settings,
+    Shape,
+    Space,
+    settings_for,
+    settings_for_regression,
+)
+from diminuendo.tuning.space import make_plan
 
 
 class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
@@ -44,13 +54,13 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
 
     epsilon: float
     delta: float
-    plan: Plan | None
+    plan: Plan | Any
     steps: int | None
     epochs: float | None
     lr: float | None
     clip: float | None
-    gamma: float
-    schedule: str
+    gamma: float | None
+    schedule: str | None
     momentum: float | None
     sampling_rate: float
     hidden: int
@@ -94,7 +104,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         model = self._network(columns, outputs)
         parameters = sum(p.numel() for p in model.parameters())
         scaling = event_of(self.scaler, examples, columns)
-        planned, rate = self._planned(examples, parameters, scaling)
+        planned, rate = self._planned(examples, columns, outputs, parameters, scaling)
         account = paid_by(self.ledger, self.budget)
         events = (*([] if scaling is None else [scaling]), *planned.events)
         if account is not None and scaling is not None:
@@ -128,44 +138,106 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         return Budget(epsilon=self.epsilon, delta=self.delta)
 
     def _planned(
-        self, examples: int, parameters: int, scaling: GaussianStep | None
+        self, examples: int, columns: int, outputs: int, parameters: int, scaling: Any
     ) -> tuple[Plan, float]:
         """The plan and its learning rate; with what scaling releases, within the budget."""
-        lr = 0.1 if self.lr is None else _validate.positive("lr", self.lr)
         if self.plan is not None:
-            if not isinstance(self.plan, Plan):
-                raise InputError("a Plan", name="plan", value=self.plan)
-            if self.plan.examples != examples:
-                raise InputError(
-                    f"for the {examples} examples that there are",
-                    name="the plan",
-                    value=f"one for {self.plan.examples}",
-                    remedy="A fold of a cross-validation has fewer: give epsilon and delta there.",
-                )
-            if scaling is not None:
-                raise InputError(
-                    "left out where a PrivateScaler is to share the budget",
-                    name="plan",
-                    value="given",
-                    remedy="Give epsilon and delta, or scale in a Pipeline for a budget apart.",
-                )
-            return self.plan, lr
+            return self._given_plan(examples, scaling)
+        budget = self._budget()
+        make, lr = self._maker(examples, columns, outputs, parameters)
+        return (make(budget) if scaling is None else _beside(scaling, budget, make)), lr
 
-        def make(budget: Budget) -> Plan:
-            return plan(
-                budget,
-                examples=examples,
-                parameters=parameters,
-                clip=1.0 if self.clip is None else self.clip,
-                steps=100 if self.steps is None else self.steps,
-                gamma=self.gamma,
-                schedule=self.schedule,
-                momentum=self.momentum,
-                sampling_rate=self.sampling_rate,
+    def _given_plan(self, examples: int, scaling: Any) -> tuple[Plan, float]:
+        """A plan or what `tune` chose, with its learning rate."""
+        chosen: Any = getattr(self.plan, "best", self.plan)  # of a TuningResult
+        given = getattr(chosen, "plan", chosen)
+        if not isinstance(given, Plan):
+            raise InputError("a Plan, or what tune found", name="plan", value=self.plan)
+        if given is not chosen:
+            self._check_choice(chosen)
+        if given.examples != examples:
+            raise InputError(
+                f"for the {examples} examples that there are",
+                name="the plan",
+                value=f"one for {given.examples}",
+                remedy="A fold of a cross-validation has fewer: give epsilon and delta there.",
+            )
+        if scaling is not None:
+            raise InputError(
+                "left out where a PrivateScaler is to share the budget",
+                name="plan",
+                value="given",
+                remedy="Give epsilon and delta, or scale in a Pipeline for a budget apart.",
+            )
+        lr = getattr(chosen, "lr", None) if given is not chosen and self.lr is None else self.lr
+        return given, _validate.positive("lr", lr, remedy="A plan alone does not tell it.")
+
+    def _check_choice(self, chosen: Any) -> None:
+        """What `tune` chose must be for a model of this kind."""
+        hidden, rule = getattr(chosen, "hidden", None), chosen.candidate.clipping
+        if hidden != self.hidden:
+            raise InputError(
+                f"that of the choice ({'a model of its own' if hidden is None else hidden})",
+                name="hidden",
+                value=self.hidden,
+                remedy='Or tune with models=[hidden units] or ["linear"] alone.',
+            )
+        if rule != "flat":
+            raise InputError(
+                "a choice with flat clipping",
+                name="plan",
+                value=rule,
+                remedy='Tune with space=Space(clipping="flat"), or train with fit.',
             )
 
-        budget = self._budget()
-        return (make(budget) if scaling is None else _beside(scaling, budget, make)), lr
+    def _maker(
+        self, examples: int, columns: int, outputs: int, parameters: int
+    ) -> tuple[Callable[[Budget], Plan], float]:
+        """How to plan for a budget, and the learning rate: as given, the rest chosen."""
+        steps = self.steps
+        if self.epochs is not None:
+            steps = steps_of(self.epochs, self.steps, self.sampling_rate)
+        given = {"steps": steps, "lr": self.lr, "clip": self.clip}
+        left_out = [name for name, value in given.items() if value is None]
+        common: dict[str, Any] = {"examples": examples, "parameters": parameters}
+        if not left_out:
+            lr = _validate.positive("lr", self.lr)
+            common |= {"steps": steps, "clip": self.clip, "sampling_rate": self.sampling_rate}
+            common |= {"momentum": self.momentum, "schedule": self.schedule or "optimal"}
+            gamma = 0.98 if self.gamma is None else self.gamma
+            return lambda budget: plan(budget, gamma=gamma, **common), lr
+        candidate = self._choose(examples, columns, outputs, given, left_out)
+        if self.schedule is None and self.gamma is None:
+            return lambda budget: make_plan(candidate, budget, examples, parameters), candidate.lr
+        common |= {"steps": candidate.steps, "clip": candidate.clip}
+        common |= {"sampling_rate": self.sampling_rate, "momentum": candidate.momentum or None}
+        common |= {"schedule": self.schedule or "optimal", "gamma": self.gamma}
+        return lambda budget: plan(budget, **common), candidate.lr
+
+    def _choose(
+        self, examples: int, columns: int, outputs: int, given: dict[str, Any], missing: list[str]
+    ) -> Candidate:
+        """Good settings for what nobody gave, from synthetic data of the same public shape."""
+        own_noise = self.schedule is not None or self.gamma is not None
+        fixed = Space(
+            **given,
+            momentum=self.momentum,
+            sampling_rate=self.sampling_rate,
+            fall=1.0 if own_noise else None,
+            lr_shape="constant" if own_noise else None,
+        )
+        found = self._settings(examples, columns, outputs, fixed)
+        found.say(", ".join(missing), stacklevel=7)
+        return found.candidate
+
+    def _settings(self, examples: int, columns: int, outputs: int, fixed: Space) -> Settings:
+        """What is best on synthetic data of this shape."""
+        shape = Shape(
+            examples=examples, features=columns, classes=outputs, largest_norm=columns**0.5
+        )
+        return settings_for(
+            self._budget(), shape, hidden=self.hidden, fixed=fixed, progress=self.progress
+        )
 
     def _network(self, features: int, outputs: int) -> nn.Module:
         """Linear from zero, or with one hidden layer from random weights."""
@@ -192,12 +264,16 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         """What one fit costs with these parameters changed."""
         own = type(self)(**self._with(changed))  # clone(self) would ask this again
         if own.plan is not None:
-            return Cost(own.plan.events, own.plan.budget, paid_by(own.ledger, own.budget))
+            best: Any = getattr(own.plan, "best", own.plan)
+            given: Plan = getattr(best, "plan", best)
+            return Cost(given.events, given.budget, paid_by(own.ledger, own.budget))
         budget = own._budget()
         if own.sampling_rate == 1:  # all full-batch plans of one budget cost the same
             events: tuple[GaussianStep, ...] = (GaussianStep(noise_multiplier=budget.R**-0.5),)
+        elif own.lr is None or own.clip is None or (own.steps is None and own.epochs is None):
+            events = ()  # its settings are chosen when it is fitted
         else:
-            events = own._planned(1000, 1000, None)[0].events
+            events = own._planned(1000, 1, 2, 2, None)[0].events
         return Cost(events, budget, paid_by(own.ledger, own.budget))
 
     def _with(self, changed: dict[str, Any]) -> dict[str, Any]:
@@ -269,9 +345,13 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
     """Logistic regression, or a network with one hidden layer, by private gradient descent.
 
     epsilon, delta  what one fit may spend, a PrivateScaler included
-    plan            a `dim.plan` for the training, in place of epsilon, delta and what follows
+    plan            a `dim.plan`, or what `dim.tune` found, in place of epsilon, delta and what
+                    follows; a plan alone needs lr, too
     steps, epochs, lr, clip, gamma, schedule, momentum, sampling_rate
-                    as for `dim.plan` and `fit`; choose them without looking at these data, or pay
+                    as for `dim.plan` and `fit`. Where lr, clip or steps is left out, it is chosen
+                    on synthetic data of the same public shape (`tuning.settings_for`), together
+                    with momentum and the fall of noise and learning rate where those are left out
+                    too. Give none that was found by looking at these data, or pay
     hidden          units of the hidden layer; 0 for none
     classes         the labels there can be, public; those that occur in `y` unless given
     scaler          PublicScaler or PrivateScaler for the features; None: they come scaled
@@ -284,13 +364,13 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         epsilon: float = 1.0,
         delta: float = 1e-5,
         *,
-        plan: Plan | None = None,
+        plan: Plan | Any = None,
         steps: int | None = None,
         epochs: float | None = None,
         lr: float | None = None,
         clip: float | None = None,
-        gamma: float = 0.98,
-        schedule: str = "optimal",
+        gamma: float | None = None,
+        schedule: str | None = None,
         momentum: float | None = None,
         sampling_rate: float = 1.0,
         hidden: int = 0,
@@ -371,13 +451,13 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         delta: float = 1e-5,
         *,
         target_bounds: tuple[float, float] | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Any = None,
         steps: int | None = None,
         epochs: float | None = None,
         lr: float | None = None,
         clip: float | None = None,
-        gamma: float = 0.98,
-        schedule: str = "optimal",
+        gamma: float | None = None,
+        schedule: str | None = None,
         momentum: float | None = None,
         sampling_rate: float = 1.0,
         hidden: int = 0,
@@ -430,6 +510,19 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         targets = torch.as_tensor(unit.clip(-1, 1), dtype=torch.float32)[:, None]
         self._train(features, targets, 1, HalfSquares(), groups)
         return self
+
+    def _settings(self, examples: int, columns: int, outputs: int, fixed: Space) -> Settings:
+        del outputs
+        if self.hidden:
+            raise InputError(
+                "all given for a network",
+                name="lr, clip and steps",
+                value="left out",
+                remedy="They are chosen for a linear model only (hidden=0).",
+            )
+        return settings_for_regression(
+            self._budget(), examples=examples, features=columns, fixed=fixed
+        )
 
     def _bounds(self) -> tuple[float, float]:
         """The stated bounds of `y`, low < high."""

@@ -47,6 +47,7 @@ from diminuendo.training.clipping.rounding import (
 )
 from diminuendo.training.clipping.tape import WHOLE, Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
+from diminuendo.training.cores import few
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -324,7 +325,8 @@ class Engine:
         check_request(sums)
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             total = sums[slot] if rows is WHOLE else sums[slot][rows]
-            total.add_(part.reshape(total.shape))
+            with few(part.numel()):
+                total.add_(part.reshape(total.shape))
         for piece in live:
             piece.release()
         return ClippedSum(sums, norms, finite)
