@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -86,13 +85,13 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Everything but reading `y`. Nothing is released before all of it has been checked."""
         around.warn_of_uncovered_steps(self)
-        if self.random_state is not None:
-            _validate.count("random_state", self.random_state, at_least=0)
-            warnings.warn(
-                "random_state is fixed, so the noise can be predicted: this model is NOT private. "
-                "Leave it out but for tests.",
-                around.NotCovered,
-                stacklevel=3,
+        around.warn_of_seed(self.random_state)
+        if self.scaler is not None and not getattr(self.scaler, "covered_by_privacy", False):
+            raise InputError(
+                "a PublicScaler or a PrivateScaler",
+                name="scaler",
+                value=self.scaler,
+                remedy="What another one learns from the data is covered by no claim.",
             )
         persons = Groups.of(groups)
         rows, columns = features.shape
@@ -109,15 +108,14 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         events = (*([] if scaling is None else [scaling]), *planned.events)
         if account is not None and scaling is not None:
             _refuse_beyond(account, events)
-        if self.scaler is not None:
-            scaler = clone(self.scaler)
+        scaler = None if self.scaler is None else clone(self.scaler)
+        if scaler is not None:
             if isinstance(scaler, PrivateScaler):
                 scaler.set_params(random_state=self.random_state)
                 scaler.fit_within(features, persons, account)
             else:
                 scaler.fit(features)
             features = np.asarray(scaler.transform(features), dtype=np.float32)
-            self.scaler_ = scaler
         self.result_ = fit(
             model,
             (torch.tensor(features), targets),
@@ -129,6 +127,10 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             seed=self.random_state,
             progress=self.progress,
         )
+        if self.result_.status == "interrupted":
+            raise KeyboardInterrupt  # a search would otherwise go on with its next fit
+        if scaler is not None:
+            self.scaler_ = scaler
         self.plan_, self.model_, self.n_iter_ = planned, model, self.result_.steps
         released = (*([] if scaling is None else [scaling]), *self.result_.events)
         whole = planned.budget if scaling is None else self._budget()
@@ -414,9 +416,9 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
         if (known[codes] != labels).any():
             raise InputError("among classes", name="a label in y", value="another")
-        self.classes_ = known
         loss = nn.CrossEntropyLoss(reduction="none")
         self._train(features, torch.tensor(codes), len(known), loss, groups)
+        self.classes_ = known
         return self
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:
