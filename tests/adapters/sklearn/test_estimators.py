@@ -26,6 +26,7 @@ from diminuendo.adapters.sklearn import (
     SearchCost,
     estimators,
 )
+from diminuendo.training import fit
 from diminuendo.tuning import ChosenSettings, Shape, Space
 
 pytestmark = pytest.mark.filterwarnings("ignore::diminuendo.PlanWarning")
@@ -289,7 +290,7 @@ def test_a_fit_that_is_stopped_leaves_the_last_one_and_stops_a_search(
 ) -> None:
     x, y = data()
     model = PrivateClassifier(steps=3, lr=1.0, clip=1.0).fit(x, y)
-    before, fit = model.model_, estimators.fit
+    before = model.model_
 
     def stopped(*given: Any, **more: Any) -> Any:
         return replace(fit(*given, **more), status="interrupted")
