@@ -403,3 +403,16 @@ def test_bad_tables_and_test_sets(
     assert captured.out == ""
     assert not Path("out/result.json").exists()
     assert not Path("out/checkpoint").exists()
+
+
+@pytest.mark.filterwarnings("default::diminuendo.tuning.ChosenSettings")
+def test_epochs_and_a_learning_rate_that_nobody_gave(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_file.read_text().replace("steps = 12", "epochs = 5")
+    run_file.write_text(text.replace('optimizer = "torch.optim:SGD"\nlr = 0.5\n', ""))
+    assert main(["train", str(run_file), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: lr not given: chosen on synthetic data" in shown.err
+    facts = json.loads(shown.out)
+    assert (facts["status"], facts["steps"]) == ("done", 5)
