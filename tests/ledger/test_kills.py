@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import json
 import os
 import random
@@ -153,14 +154,16 @@ def test_a_sum_changed_by_hand_after_a_crash(url: str, times: int) -> None:
                 own.grant(run, [step(1e5)])
 
         def change(i: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+            """A statement, what a forger sets by it, and what was right."""
             status, now = ledger.status("b"), ledger.run(run)
-            return [
-                ("UPDATE diminuendo_budgets SET spent = :x", {"x": "0"},
-                 {"x": str(status.spent_units)}),
-                ("UPDATE diminuendo_runs SET granted = :x", {"x": 0}, {"x": now.granted}),
-                ("UPDATE diminuendo_runs SET spent = :x", {"x": "0"}, {"x": str(now.spent_units)}),
-                ("UPDATE diminuendo_head SET seq = :x", {"x": 2}, {"x": ledger.head.seq}),
-            ][i % 4]  # fmt: skip
+            choices: list[tuple[str, Any, Any]] = [
+                ("budgets SET spent", "0", str(status.spent_units)),
+                ("runs SET granted", 0, now.granted),
+                ("runs SET spent", "0", str(now.spent_units)),
+                ("head SET seq", 2, ledger.head.seq),
+            ]
+            words, forged, right = choices[i % 4]
+            return f"UPDATE diminuendo_{words} = :x", {"x": forged}, {"x": right}
 
         for i in range(times):
             child = in_child(spend)
@@ -229,8 +232,8 @@ def test_a_ledger_that_lost_what_was_released(url: str, tmp_path: Path, times: i
         for i in range(times):
             folder = tmp_path / str(i)
             folder.mkdir()
-            roll_back(ledger, url, lambda folder=folder: spend(folder))  # type: ignore[misc]
-            status = wait(in_child(lambda folder=folder: spend_with_a_journal(url, folder, log)))
+            roll_back(ledger, url, functools.partial(spend, folder))
+            status = wait(in_child(functools.partial(spend_with_a_journal, url, folder, log)))
             refused += status != 0
             assert not released_twice(log), i
             verify(ledger)

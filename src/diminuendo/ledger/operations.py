@@ -86,6 +86,7 @@ def open_run(change: Change, *, name: str, label: str, plan: str, data: str | No
     status = rows.budget_in(change.connection, name)
     rows.refuse_other_data(status.terms, data)
     opened = {"label": label, "plan": plan, "turn": 0, **process.this_process()}
+    opened |= rows.membership(change, status.terms)
     run = Run(uuid.uuid4().hex[:16], name, OPEN, 0, 0, 0, 0, opened)
     rows.add_run(change.connection, run)
     return rows.write(change, "open", status, run, opened)
@@ -98,7 +99,8 @@ def resume_run(change: Change, *, run: str, data: str | None) -> Record:
     rows.refuse_other_data(status.terms, data)
     if before.opened["pid"] != os.getpid() and process.is_alive(before.opened):
         raise still_alive(before)
-    owner = {**process.this_process(), "turn": before.generation + 1}
+    member = rows.membership(change, status.terms)
+    owner = {**process.this_process(), "turn": before.generation + 1, **member}
     now = replace(before, opened={**before.opened, **owner})
     return rows.write(change, "resume", status, now, owner)
 
