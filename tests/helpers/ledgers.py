@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sqlite3
 import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import make_url
 
 from diminuendo import GaussianStep, Ledger
+from diminuendo.ledger.engine import writes
 
 
 @contextmanager
@@ -70,3 +73,48 @@ def in_child(work: Callable[[], None]) -> int:
     except BaseException as error:
         os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
         os._exit(1)
+
+
+@contextmanager
+def late_commit(ledger: Ledger) -> Iterator[Callable[[], None]]:
+    """The server receives the next COMMIT and carries it out only when the block says so."""
+    pids: list[int] = []
+
+    def stop(connection: Any) -> None:
+        if not pids and writes(connection):
+            pids.append(connection.connection.driver_connection.info.backend_pid)
+            os.kill(pids[0], signal.SIGSTOP)
+
+    def go_on() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGCONT)
+
+    target = ledger._store._engine
+    event.listen(target, "commit", stop)
+    try:
+        yield go_on
+    finally:
+        event.remove(target, "commit", stop)
+        go_on()
+
+
+def roll_back(ledger: Ledger, url: str, work: Callable[[], Any]) -> None:
+    """Do something on the ledger, then put the database back to what it was before."""
+    if url.startswith("sqlite"):
+        path = Path(make_url(url).database or "")
+        saved = sqlite3.connect(path.with_suffix(".saved"))
+        with sqlite3.connect(path) as live:
+            live.backup(saved)
+        work()
+        with sqlite3.connect(path) as live:
+            saved.backup(live)
+        saved.close()
+    else:
+        tables = ("head", "records", "budgets", "runs")
+        for table in tables:
+            execute(ledger, f"DROP TABLE IF EXISTS saved_{table}")
+            execute(ledger, f"CREATE TABLE saved_{table} AS TABLE diminuendo_{table}")
+        work()
+        for table in tables:
+            execute(ledger, f"DELETE FROM diminuendo_{table}")
+            execute(ledger, f"INSERT INTO diminuendo_{table} TABLE saved_{table}")

@@ -6,14 +6,12 @@ import os
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ledgers import execute, in_child, new_database, step
-from sqlalchemy import create_engine, event, text
+from ledgers import execute, in_child, late_commit, new_database, roll_back, step
+from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 from diminuendo import Budget, InputError, Ledger, LedgerError, UsageError
@@ -96,29 +94,6 @@ def test_a_grant_names_its_first_step(ledger: Ledger, run: str) -> None:
         ledger.grant(run, [step(20.0)], first=11, token="t")
 
 
-@contextmanager
-def late_commit(ledger: Ledger) -> Iterator[Callable[[], None]]:
-    """The server receives the next COMMIT and carries it out only when the block says so."""
-    pids: list[int] = []
-
-    def stop(connection: Any) -> None:
-        if not pids and engine.writes(connection):
-            pids.append(connection.connection.driver_connection.info.backend_pid)
-            os.kill(pids[0], signal.SIGSTOP)
-
-    def go_on() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pids[0], signal.SIGCONT)
-
-    target = ledger._store._engine
-    event.listen(target, "commit", stop)
-    try:
-        yield go_on
-    finally:
-        event.remove(target, "commit", stop)
-        go_on()
-
-
 @pytest.fixture
 def postgres(server: Any) -> str:
     """The URL of a new PostgreSQL database."""
@@ -140,27 +115,6 @@ def test_a_commit_that_lands_after_the_client_gave_up(postgres: str) -> None:
         assert ledger.grant(run, [step(100.0, count=4)], first=0, token="first").first == 0
         assert patient.run(run).granted == 4
         assert verify(patient).steps == 4
-
-
-def roll_back(ledger: Ledger, url: str, work: Callable[[], Any]) -> None:
-    """Do something on the ledger, then put the database back to what it was before."""
-    if url.startswith("sqlite"):
-        path = Path(make_url(url).database or "")
-        saved = sqlite3.connect(path.with_suffix(".saved"))
-        with sqlite3.connect(path) as live:
-            live.backup(saved)
-        work()
-        with sqlite3.connect(path) as live:
-            saved.backup(live)
-        saved.close()
-    else:
-        tables = ("head", "records", "budgets", "runs")
-        for table in tables:
-            execute(ledger, f"CREATE TABLE saved_{table} AS TABLE diminuendo_{table}")
-        work()
-        for table in tables:
-            execute(ledger, f"DELETE FROM diminuendo_{table}")
-            execute(ledger, f"INSERT INTO diminuendo_{table} TABLE saved_{table}")
 
 
 def test_a_ledger_that_is_behind_what_was_seen(ledger: Ledger, url: str, run: str) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 import time
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from journals import older_copies, wait_for_a_release
 from ledgers import in_child, step
 from sqlalchemy import text
 
-import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, Ledger, PlanWarning, _files
-from diminuendo.ledger import LedgerSpending, schema, verify
-from diminuendo.planning import Plan
+from diminuendo import Budget, BudgetRefused, Ledger
+from diminuendo.ledger import schema, verify
 
 PROCESSES = 16
 
@@ -101,13 +95,6 @@ def _one_round(url: str) -> float:
     return time.monotonic() - begun
 
 
-def _wait_for_a_release(log: Path, size: int) -> None:
-    """So that some kills come late enough, however busy the machine is."""
-    end = time.monotonic() + 60
-    while log.stat().st_size == size and time.monotonic() < end:
-        time.sleep(0.001)
-
-
 def kill_often(url: str, folder: Path, times: int) -> None:
     ledger, log = Ledger(url), folder / "released"
     ledger.create("b", Budget(epsilon=4, delta=1e-8))
@@ -120,7 +107,7 @@ def kill_often(url: str, folder: Path, times: int) -> None:
         if i % 4:
             os.read(waiting, 1)
         if i % 4 == 3:
-            _wait_for_a_release(log, log.stat().st_size)
+            wait_for_a_release(log, log.stat().st_size)
         time.sleep(chance.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -182,73 +169,6 @@ def test_two_programs_create_the_ledger_at_once(url: str) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with Ledger(url) as ledger:
         assert verify(ledger).records == 0
-
-
-def spend_with_a_journal(url: str, folder: Path, log: Path) -> None:
-    """Take the steps of a plan; each is in the log once released. Starts or resumes."""
-    journal, sigmas = folder / "journal", [200.0] * 400
-    plan = replace(small_plan(), sigmas=np.array(sigmas))
-    ledger = Ledger(url)
-    spending = LedgerSpending(ledger, "b", plan, block=7)
-    kept = json.loads(journal.read_text()) if journal.exists() else None
-    coming = [step(200.0)] * 400
-    if kept is None:
-        spending.resume()
-    else:
-        done = sum(event["count"] for event in kept["state"]["granted"])
-        spending.resume(
-            kept["state"], seen=kept["upto"], receipt=kept["receipt"], events=coming[done:]
-        )
-    reserved = 0
-    for number in range(spending.steps, len(sigmas)):
-        spending.request(step(200.0))
-        if number >= reserved:
-            reserved = number + 5
-            content = {
-                "state": spending.state(),
-                "receipt": spending.receipt(reserved),
-                "upto": reserved,
-            }
-            _files.write_text(journal, json.dumps(content))
-        with log.open("a") as handle:
-            handle.write(f"{number}\n")
-
-
-def older_copies(url: str, folder: Path, times: int) -> None:
-    """Copy the journal at a random moment, kill, resume the copy: no step is released twice."""
-    chance, log = random.Random(2), folder / "log"
-    ledger = Ledger(url)
-    for i in range(times):
-        original, copy = folder / f"original-{i}", folder / f"copy-{i}"
-        original.mkdir()
-        copy.mkdir()
-        log.write_text("")
-        child = in_child(lambda original=original: spend_with_a_journal(url, original, log))  # type: ignore[misc]
-        _wait_for_a_release(log, 0)
-        time.sleep(chance.uniform(0, 0.05))
-        if (original / "journal").exists():
-            shutil.copy(original / "journal", copy / "journal")
-        time.sleep(chance.uniform(0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        again = in_child(lambda copy=copy: spend_with_a_journal(url, copy, log))  # type: ignore[misc]
-        time.sleep(chance.uniform(0.05, 0.2))
-        os.kill(again, signal.SIGKILL)
-        os.waitpid(again, 0)
-        run = ledger.runs("b")[-1]
-        steps = [int(line) for line in log.read_text().splitlines() if line]
-        if (copy / "journal").exists():
-            assert len(steps) == len(set(steps)), (i, run.id)
-        for open_run in ledger.runs("b"):
-            if open_run.status == "open":
-                ledger.reclaim(open_run.id, unreleased=True, dead=True)
-    verify(ledger)
-
-
-def small_plan() -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanWarning)
-        return dim.plan(Budget(epsilon=4, delta=1e-8), examples=30, parameters=15, steps=400)
 
 
 def test_older_copies_of_a_journal(url: str, tmp_path: Path) -> None:

@@ -14,10 +14,14 @@ import typer
 from diminuendo import __version__
 from diminuendo.cli import (
     account,
+    audit,
     bounds,
     budget,
+    compare,
     ledger,
+    page,
     plan,
+    preview,
     report,
     reproduce,
     train,
@@ -34,7 +38,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report):
+_COMMANDS = (
+    budget,
+    account,
+    plan,
+    page,
+    bounds,
+    preview,
+    train,
+    tune,
+    audit,
+    compare,
+    reproduce,
+    ledger,
+    report,
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 
@@ -65,13 +84,26 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else arguments)
 
 
+def _wrong_use() -> type[Exception]:
+    """What typer raises: an error of its own in newer versions, click's in those before.
+
+    Flower holds typer back.
+    """
+    own: type[Exception] | None = getattr(typer, "TyperException", None)
+    if own is not None:
+        return own
+    from click import ClickException
+
+    return ClickException
+
+
 def _run(given: list[str]) -> int:
     try:
         code = app(args=given or ["--help"], prog_name="diminuendo", standalone_mode=False)
-    except typer.TyperException as error:
+    except _wrong_use() as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "diminuendo"
-        line = " ".join(error.format_message().split())
+        line = " ".join(str(getattr(error, "format_message")()).split())  # noqa: B009
         print(f"error: {line} See '{command} --help'.", file=sys.stderr)
         return 2
     except typer.Abort:

@@ -5,19 +5,14 @@ from typing import Any
 from diminuendo.ledger import mechanisms, page, renamed, roles, serve, view
 from diminuendo.ledger.address import default as default_address
 from diminuendo.ledger.anchors import LedgerWarning
-from diminuendo.ledger.book import Grant, Ledger, Proposed
-from diminuendo.ledger.exchange import (
-    ImportedBudget,
-    export,
-    granted_events,
-    import_file,
-    to_dp_accounting,
-    write_private,
-)
+from diminuendo.ledger.approval import Proposed
+from diminuendo.ledger.book import Grant, Ledger
+from diminuendo.ledger.exchange import export, granted_events, to_dp_accounting, write_private
 from diminuendo.ledger.identity import identify
+from diminuendo.ledger.imports import ImportedBudget, import_file
 from diminuendo.ledger.records import Head
-from diminuendo.ledger.rows import Run, Status
 from diminuendo.ledger.spending import LedgerSpending
+from diminuendo.ledger.state import Run, Status
 from diminuendo.ledger.terms import Terms
 from diminuendo.ledger.verify import Verification, verify
 

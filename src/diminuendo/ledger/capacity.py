@@ -11,7 +11,7 @@ from typing import Any
 from diminuendo.errors import BudgetRefused
 from diminuendo.events import GaussianStep
 from diminuendo.ledger.records import Event, unpack
-from diminuendo.ledger.rows import Status
+from diminuendo.ledger.state import Status
 from diminuendo.ledger.terms import Terms
 
 _MANY = 1000
@@ -71,10 +71,12 @@ def refusal(status: Status, asked: Sequence[Event], cost: int) -> str:
     share = float(min(Fraction(cost, status.terms.limit), Fraction(10) ** 300))
     epsilon = 0.0 if left is None else left.epsilon
     steps = sum(event.count for event in asked)
+    period = "" if status.terms.window is None else f" of {status.window}"
     words = (
-        f"The budget {name!r} has {max(1 - status.spent, 0):.3%} left "
+        f"The budget {name!r} has {max(1 - status.spent, 0):.3%}{period} left "
         f"(ε = {math.floor(epsilon * 1e4) / 1e4:g} at δ = {status.terms.budget.delta:g}); "
-        f"{steps} steps were asked for, which cost {_share(share)}."
+        f"{steps} {'step was' if steps == 1 else 'steps were'} asked for, which "
+        f"{'costs' if steps == 1 else 'cost'} {_share(share)}."
     )
     if not all(isinstance(event, GaussianStep) for event in asked):
         return words
@@ -122,6 +124,14 @@ def noise_factor_to_fit(status: Status, events: Sequence[Event]) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def is_of_window(grant: Mapping[str, Any], level: int, window: str) -> bool:
+    """Whether a grant was charged in this window.
+
+    level  0 for the run's own budget, 1 for the one that it is a part of, and so on
+    """
+    return "windows" not in grant or grant["windows"][level] == window
 
 
 def refund_to_parent(terms: Terms, grant: Mapping[str, Any], used: int) -> int:

@@ -49,7 +49,7 @@ def make_engine(url: URL, *, patience: float, create: bool, readonly: bool) -> E
         engine = create_engine(
             url,
             connect_args={"application_name": "diminuendo", **limits},
-            isolation_level="READ COMMITTED",
+            isolation_level="AUTOCOMMIT",  # `_begin_postgres` begins, in one message with limits
             **_POOL,
         )
     event.listen(engine, "begin", _begin_postgres(patience))
@@ -164,22 +164,45 @@ def _begin_sqlite(patience: float) -> Callable[[Connection], None]:
 
 
 def _begin_postgres(patience: float) -> Callable[[Connection], None]:
-    """Reads see one state; writes wait for the head; neither waits longer than `patience`."""
+    """Reads see one state; writes wait for the head; neither waits longer than `patience`.
+
+    A write lets go of the head before it is on disk, so that many of them share one write of the
+    log; `wait_for_disk` comes before the answer.
+    """
     wait = max(int(patience * 1000), 1)
 
     def begin(connection: Connection) -> None:
-        level = (
-            ""
-            if writes(connection)
-            else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
-        )
+        if connection.get_execution_options().get("diminuendo_bare"):
+            return
+        level = "READ COMMITTED" if writes(connection) else "REPEATABLE READ, READ ONLY"
         connection.exec_driver_sql(
-            f"{level}SET LOCAL lock_timeout={wait}; SET LOCAL statement_timeout={wait}; "
+            f"BEGIN ISOLATION LEVEL {level}; "
+            f"SET LOCAL lock_timeout={wait}; SET LOCAL statement_timeout={wait}; "
             f"SET LOCAL idle_in_transaction_session_timeout={int(IDLE_LIMIT * 1000)}; "
-            "SET LOCAL synchronous_commit=on"
+            "SET LOCAL synchronous_commit=off"
         )
 
     return begin
+
+
+_WAIT_FOR_DISK = (
+    "BEGIN; SET LOCAL synchronous_commit=on; "
+    "SELECT pg_logical_emit_message(true, 'diminuendo', ''); COMMIT"
+)
+"""A commit that writes a little to the log: when it is on disk (and on synchronous standbys), then
+so is everything that was committed before it."""
+
+
+def wait_for_disk(connection: Connection) -> None:
+    """Return when what was committed on a PostgreSQL server before this call cannot be lost.
+
+    A standby shows only what is on its primary's disk.
+    """
+    if connection.engine.dialect.name == "sqlite":
+        return
+    bare = connection.execution_options(diminuendo_bare=True)
+    if writes(connection) or not bare.exec_driver_sql("SELECT pg_is_in_recovery()").scalar():
+        bare.exec_driver_sql(_WAIT_FOR_DISK)
 
 
 @contextmanager

@@ -13,10 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diminuendo.errors import InputError, UsageError
-from diminuendo.ledger import process, rows
-from diminuendo.ledger.capacity import affordable_by_all, refund_of, refund_to_parent
+from diminuendo.ledger import approval, process, rows
+from diminuendo.ledger.capacity import (
+    affordable_by_all,
+    is_of_window,
+    refund_of,
+    refund_to_parent,
+)
 from diminuendo.ledger.records import Event, Record, canonical, pack
-from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, Run
+from diminuendo.ledger.state import CLOSED, OPEN, RECLAIMED, Run, Status
 from diminuendo.ledger.store import Change
 from diminuendo.ledger.terms import Terms
 
@@ -56,13 +61,7 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
     existing = rows.existing_budget(change.connection, terms.name)
     if existing is not None:
         raise BudgetExists(existing.terms)
-    first = rows.first_budget_for(change.connection, terms)
-    if first is not None and not allow_second:
-        raise rows.second_budget(terms, first)
-    if first is not None and first.terms.two_persons:
-        request = {"action": "create", "terms": terms.to_dict()}
-        if not rows.is_seconded(change, request, budget=first.terms.name):
-            return rows.write(change, "propose", first, None, {**request, "user": change.user})
+    rows.refuse_second(change.connection, terms, allow_second)
     if terms.parent is not None:
         relation = rows.budget_in(change.connection, terms.parent).terms.budget.relation
         if relation != terms.budget.relation:
@@ -71,7 +70,12 @@ def create(change: Change, *, terms: Terms, allow_second: bool) -> Record:
                 name="the relation",
                 value=terms.budget.relation,
             )
-    status = rows.add_budget(change.connection, terms)
+    guardian = approval.guardian(change.connection, terms)
+    if guardian is not None:
+        request = {"action": "create", "terms": terms.to_dict()}
+        if proposed := approval.proposal(change, request, guardian):
+            return proposed
+    status = rows.add_budget(change, terms)
     body = {"terms": terms.to_dict(), "limit": str(terms.limit), "by": process.user_name(),
             "user": change.user}  # fmt: skip
     return rows.write(change, "create", status, None, body)
@@ -82,6 +86,7 @@ def open_run(change: Change, *, name: str, label: str, plan: str, data: str | No
     status = rows.budget_in(change.connection, name)
     rows.refuse_other_data(status.terms, data)
     opened = {"label": label, "plan": plan, "turn": 0, **process.this_process()}
+    opened |= rows.membership(change, status.terms)
     run = Run(uuid.uuid4().hex[:16], name, OPEN, 0, 0, 0, 0, opened)
     rows.add_run(change.connection, run)
     return rows.write(change, "open", status, run, opened)
@@ -94,7 +99,8 @@ def resume_run(change: Change, *, run: str, data: str | None) -> Record:
     rows.refuse_other_data(status.terms, data)
     if before.opened["pid"] != os.getpid() and process.is_alive(before.opened):
         raise still_alive(before)
-    owner = {**process.this_process(), "turn": before.generation + 1}
+    member = rows.membership(change, status.terms)
+    owner = {**process.this_process(), "turn": before.generation + 1, **member}
     now = replace(before, opened={**before.opened, **owner})
     return rows.write(change, "resume", status, now, owner)
 
@@ -138,7 +144,10 @@ def grant(change: Change, *, request: GrantRequest) -> Record:
             "asked for the same run. Nothing was charged by this one. Look at the run again "
             "before asking for more."
         )
-    status, *above = chain = rows.chain_of(change.connection, before.budget)
+    stated = rows.chain_of(change.connection, before.budget)
+    status, *above = chain = [status.at(change.now) for status in stated]
+    if before.granted and status.terms.window is not None and not before.opened["plan"]:
+        _refuse_next_window(change, before, status)
     events, costs = affordable_by_all(chain, request.events, request.costs, request.partial)
     cost = costs[0]
     steps = sum(event.count for event in events)
@@ -159,11 +168,24 @@ def grant(change: Change, *, request: GrantRequest) -> Record:
         "started": request.start,
         "confirmed": run.confirmed,
     }
+    if any(budget.window for budget in chain):
+        body["windows"] = [budget.window for budget in chain]
     now = replace(status, spent_units=status.spent_units + cost)
     record = rows.write(change, "grant", now, run, body)
     for parent, share in zip(above, costs[1:], strict=True):
         rows.write_share(change, parent, before.budget, before.id, share)
     return record
+
+
+def _refuse_next_window(change: Change, run: Run, status: Status) -> None:
+    """Steps that are chosen on the way can be claimed for one window only, the run's first."""
+    last = next(rows.grants_of(change.connection, run.id))
+    if last.body["windows"][0] != status.window:
+        raise UsageError(
+            f"Run {run.id} has no plan and began in {last.body['windows'][0]}; now it is "
+            f"{status.window}. What it may claim is the limit of one {status.terms.window}, so "
+            "that nothing was charged. End it and open another run."
+        )
 
 
 def start(
@@ -216,20 +238,14 @@ def close_run(
 def reclaim(change: Change, *, run: str, by: str, unreleased: bool, dead: bool) -> Record:
     """End the run of a process that died."""
     before = rows.open_run_in(change.connection, run)
-    alive = process.is_alive(before.opened)
-    if alive:
-        raise still_alive(before)
-    if alive is None and not dead:
-        raise UsageError(
-            f"This machine cannot tell whether process {before.opened['pid']} on host "
-            f"{before.opened['host']}, which owns run {run}, is dead: it was started on another "
-            "machine, before a reboot, or in another container. Nothing was given back. If you "
-            "know that it is dead, say --yes-it-is-dead (dead=True)."
-        )
+    refuse_alive(before, dead=dead)
     status = rows.budget_in(change.connection, before.budget)
     request = {"action": "reclaim", "unreleased": unreleased}
-    if status.terms.two_persons and not rows.is_seconded(change, request, run=run):
-        return rows.write(change, "propose", status, before, {**request, "user": change.user})
+    proposed = None
+    if status.terms.two_persons:
+        proposed = approval.proposal(change, request, status, before)
+    if proposed is not None:
+        return proposed
     used = before.confirmed if unreleased else before.started
     assertion = {
         "by": by,
@@ -243,15 +259,20 @@ def reclaim(change: Change, *, run: str, by: str, unreleased: bool, dead: bool) 
 def _give_back(
     change: Change, before: Run, used: int, status: str, kind: str, details: Mapping[str, Any]
 ) -> Record:
-    """End a run and give back the cost of its steps from number `used` on."""
+    """End a run and give back the cost of its steps from number `used` on.
+
+    What was charged in a window that is over stays charged there.
+    """
     budget, *above = rows.chain_of(change.connection, before.budget)
     returned, shares = 0, [0] * len(above)
     for record in rows.grants_of(change.connection, before.id):
         if record.body["first"] + record.body["steps"] <= used:
             break
-        returned += refund_of(budget.terms, record.body, used)
+        if is_of_window(record.body, 0, budget.window):
+            returned += refund_of(budget.terms, record.body, used)
         for i, parent in enumerate(above):
-            shares[i] += refund_to_parent(parent.terms, record.body, used)
+            if is_of_window(record.body, i + 1, parent.window):
+                shares[i] += refund_to_parent(parent.terms, record.body, used)
     now = replace(
         before,
         status=status,
@@ -265,6 +286,23 @@ def _give_back(
     for parent, share in zip(above, shares, strict=True):
         rows.write_share(change, parent, before.budget, before.id, -share)
     return ended
+
+
+def refuse_alive(run: Run, *, dead: bool) -> None:
+    """Raise UsageError unless the process that owns a run is dead.
+
+    dead  somebody asserts it, which counts where this machine cannot tell
+    """
+    alive = process.is_alive(run.opened)
+    if alive:
+        raise still_alive(run)
+    if alive is None and not dead:
+        raise UsageError(
+            f"This machine cannot tell whether process {run.opened['pid']} on host "
+            f"{run.opened['host']}, which owns run {run.id}, is dead: it was started on another "
+            "machine, before a reboot, or in another container. Nothing was given back. If you "
+            "know that it is dead, say --yes-it-is-dead (dead=True)."
+        )
 
 
 def still_alive(run: Run) -> UsageError:

@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diminuendo.ledger.rows import Run
+    from diminuendo.ledger.state import Run
 
 
 def user_name() -> str:
-    """The name of the user, or "unknown"."""
+    """The name of the user whom the system runs this process for, or "unknown".
+
+    Not what the environment says, where the system knows better: anybody can set $USER.
+    """
+    try:
+        import pwd
+
+        return pwd.getpwuid(os.getuid()).pw_name
+    except (ImportError, KeyError):
+        pass
     try:
         return getpass.getuser()
     except (OSError, KeyError):

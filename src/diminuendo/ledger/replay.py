@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diminuendo.errors import DiminuendoError, LedgerError
-from diminuendo.ledger.capacity import refund_of, refund_to_parent
+from diminuendo.ledger import approval, windows
+from diminuendo.ledger.capacity import is_of_window, refund_of, refund_to_parent
 from diminuendo.ledger.records import START, canonical, digest_of, start_of, unpack
-from diminuendo.ledger.rows import CLOSED, OPEN, RECLAIMED, RELEASED
+from diminuendo.ledger.state import CLOSED, OPEN, RECLAIMED, RELEASED
 from diminuendo.ledger.terms import Terms
 
 _SLACK = 45
@@ -32,6 +34,8 @@ class Account:
     grants: list[Mapping[str, Any]] = field(default_factory=list)
     proposed: dict[str, Any] = field(default_factory=dict)
     """The request that the run's last record proposes, if it does."""
+    window: str = ""
+    """For a run without a plan: the window of its grants."""
     shares: dict[str, int] = field(default_factory=dict)
     """What the run cost each budget that its own is a part of."""
 
@@ -47,13 +51,23 @@ class Replay:
     def __init__(self, ledger: str) -> None:
         self.ledger = ledger
         self.seq, self.digest = 0, start_of(ledger)
+        self._at = ""
         self.terms: dict[str, Terms] = {}
         self.spent: dict[str, int] = {}
+        """What is spent of each budget, in its last window if it has windows."""
+        self.total: dict[str, int] = {}
+        """The same in all windows together."""
+        self.windows: dict[str, tuple[str, str]] = {}
+        """The first and the last window of each budget that has windows."""
+        self._latest = windows.now() + datetime.timedelta(days=1)
         self.steps: dict[str, int] = {}
         self.runs: dict[str, Account] = {}
         self._proposals: dict[str, dict[str, Any]] = {}
-        self._due: list[tuple[str, str, int]] = []
-        """Budgets that the last record's charge is to be shared with: name, run, least cost."""
+        self._made_by: dict[str, tuple[str, str]] = {}
+        """The import that created a budget: the ledger that it came from, and its head."""
+        self._due: list[tuple[str, str, int, str | None]] = []
+        """Budgets that the last record's charge is to be shared with: name, run, least cost, and
+        the window that it is charged to."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that `from_dict` needs to go on after the last record, as JSON values."""
@@ -63,9 +77,12 @@ class Replay:
             "digest": self.digest,
             "terms": {name: terms.to_dict() for name, terms in self.terms.items()},
             "spent": {name: str(spent) for name, spent in self.spent.items()},
+            "total": {name: str(total) for name, total in self.total.items()},
+            "windows": self.windows,
             "steps": self.steps,
             "due": self._due,
             "proposals": self._proposals,
+            "made_by": self._made_by,
             "runs": {run: {**asdict(a), "spent": str(a.spent)} for run, a in self.runs.items()},
         }
 
@@ -76,8 +93,11 @@ class Replay:
         replay.seq, replay.digest = data["seq"], data["digest"]
         replay.terms = {name: Terms.from_dict(terms) for name, terms in data["terms"].items()}
         replay.spent = {name: int(spent) for name, spent in data["spent"].items()}
+        replay.total = {name: int(total) for name, total in data["total"].items()}
+        replay.windows = {name: (first, last) for name, (first, last) in data["windows"].items()}
         replay.steps = dict(data["steps"])
         replay._proposals = dict(data["proposals"])
+        replay._made_by = {name: (a, b) for name, (a, b) in data["made_by"].items()}
         replay._due = [tuple(entry) for entry in data["due"]]
         replay.runs = {
             run: Account(**{**account, "spent": int(account["spent"])})
@@ -119,6 +139,8 @@ class Replay:
             raise LedgerError(f"{named} was changed: its digest does not match.")
         try:
             content = _parsed(row["body"])
+            _require_same_user(content)
+            self._at = row["at"]
             self._apply(row["kind"], row["budget"], row["run"], row["token"], content)
             self._compare_sums(row["budget"], row["run"], content.get("after"))
         except LedgerError as error:
@@ -134,11 +156,12 @@ class Replay:
         elif kind == "create":
             _require(budget not in self.terms, "its budget was created before")
             terms = Terms.from_dict(body["terms"])
-            self._check_second(terms, body)
+            self._check_approval(terms, "create", body, ("terms",))
             self._create(budget, terms)
         elif kind == "propose" and not run:
             self._proposals[budget] = dict(body)
         elif kind == "import":
+            self._check_approval(Terms.from_dict(body["terms"]), "import", body, _IMPORTED)
             if budget not in self.terms:
                 self._create(budget, Terms.from_dict(body["terms"]))
             self._spend(budget, int(body["cost"]), over=bool(body["overspend"]))
@@ -150,6 +173,7 @@ class Replay:
             _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
+            self._check_member(budget, body)
             self.runs[run] = Account(budget, _without_sums(body))
         else:
             account = self.runs[run]
@@ -174,6 +198,8 @@ class Replay:
             return
         if "spent" in stated:
             _require(int(stated["spent"]) == self.spent[budget], "it states another sum")
+            window = self.windows.get(budget)
+            _require(stated.get("window") == (window and [*window]), "it states another window")
         if "run" in stated:
             a = self.runs[run]
             sums = [a.status, a.granted, a.started, a.confirmed, str(a.spent), a.opened["turn"],
@@ -184,18 +210,56 @@ class Replay:
         _require(terms.name == name, "its terms are of another budget")
         _require(terms.parent is None or terms.parent in self.terms, "its parent is unknown")
         self.terms[name], self.spent[name], self.steps[name] = terms, 0, 0
+        self.total[name] = 0
+        if terms.window is not None:
+            label = windows.label_at(terms.window, self._at)
+            self.windows[name] = label, label
 
-    def _check_second(self, terms: Terms, body: Mapping[str, Any]) -> None:
-        """A second budget for the data of one that needs two persons was proposed by another."""
-        same = [t.name for t in self.terms.values() if terms.data and t.data == terms.data]
-        if same and self.terms[min(same)].two_persons:
-            proposal = self._proposals.pop(min(same), {})
-            good = proposal.get("terms") == body["terms"] and proposal["user"] != body["user"]
+    def _renew(self, name: str) -> str | None:
+        """Begin the next window of a budget if the record is of a later one than its last.
+
+        Returns the window that the record is charged to; None for a budget without windows.
+        """
+        kind = self.terms[name].window
+        if kind is None:
+            return None
+        first, last = self.windows[name]
+        label = windows.label_at(kind, self._at)
+        if label > last:
+            early = label > windows.label_of(kind, self._latest)
+            _require(not early, f"it is charged to {label}, which has not begun yet")
+            self.windows[name], self.spent[name] = (first, label), 0
+        return self.windows[name][1]
+
+    def _check_approval(
+        self, terms: Terms, action: str, body: Mapping[str, Any], names: tuple[str, ...]
+    ) -> None:
+        """What a budget wants two people for was proposed by another, and is done once."""
+        known = self.terms.get(terms.name)
+        origin = (str(body.get("origin")), str(body.get("digest")))
+        if known is None:
+            others = {n: t for n, t in self.terms.items() if self._made_by.get(n) != origin}
+            asked = approval.guardian_among(others, terms)
+        else:
+            asked = known.name if known.two_persons else None
+        if known is None and action == "import":
+            self._made_by[terms.name] = origin
+        if asked is not None:
+            first = self._proposals.get(asked, {})
+            done = first.setdefault("done", [])
+            good = approval.is_approved(first, action, body, names) and terms.name not in done
             _require(good, "it needs two people")
+            done.append(terms.name)
 
     def _propose(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         del kind, run
-        account.proposed = {"user": body["user"], "unreleased": body["unreleased"]}
+        account.proposed = {
+            name: body[name] for name in ("user", "unreleased", "action") if name in body
+        }
+
+    def _check_member(self, budget: str, body: Mapping[str, Any]) -> None:
+        members = self.terms[budget].members
+        _require(not members or body.get("member") in members, "its user is no member")
 
     def _above(self, budget: str) -> list[str]:
         """The budgets that a budget is a part of, the nearest first."""
@@ -209,11 +273,14 @@ class Replay:
     def _share(self, budget: str, body: Mapping[str, Any]) -> None:
         """A charge to, or a return from, one of a budget's parts."""
         _require(bool(self._due), "nothing is to be shared")
-        name, run, least = self._due.pop(0)
+        name, run, least, window = self._due.pop(0)
         cost = int(body["cost"])
+        if window is not None:
+            _require(self._renew(budget) == (window or None), "it is charged to another window")
         _require((budget, body["run"]) == (name, run), "it is shared with another budget")
         _require(cost >= least and (cost <= 0 or least > 0), "its share is too small")
         self.spent[budget] += cost
+        self.total[budget] += cost
         shares = self.runs[run].shares
         shares[budget] = shares.get(budget, 0) + cost
         _require(
@@ -224,13 +291,16 @@ class Replay:
 
     def _spend(self, budget: str, cost: int, *, over: bool = False) -> None:
         _require(cost >= 0, "its cost is negative")
+        self._renew(budget)
         self.spent[budget] += cost
+        self.total[budget] += cost
         within = self.spent[budget] <= self.terms[budget].limit
         _require(over or within, "it goes over the budget")
 
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         del kind, run
         _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
+        self._check_member(account.budget, body)
         account.opened.update(_without_sums(body))
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
@@ -241,6 +311,7 @@ class Replay:
         _require(cost >= price - _slack(terms, price), "it cost less than its events do")
         _require((body["first"], body["steps"]) == (account.granted, steps), "its steps differ")
         self._spend(account.budget, cost)
+        charged_to = self._windows_of(account, body)
         self.steps[account.budget] += steps
         account.spent += cost
         account.granted += steps
@@ -251,9 +322,23 @@ class Replay:
             account.started = account.granted
         account.grants.append(body)
         account.drop_confirmed_grants()
-        for name in self._above(account.budget):
+        for name, window in zip(self._above(account.budget), charged_to[1:], strict=True):
             price = sum(self.terms[name].costs(events))
-            self._due.append((name, run, price - _slack(self.terms[name], price)))
+            self._due.append((name, run, price - _slack(self.terms[name], price), window))
+
+    def _windows_of(self, account: Account, body: Mapping[str, Any]) -> list[str]:
+        """The windows that a grant says it is charged to, for its own budget and those above."""
+        names = [account.budget, *self._above(account.budget)]
+        if not any(name in self.windows for name in names):
+            return [""] * len(names)
+        labels = [str(label) for label in body["windows"]]
+        _require(len(labels) == len(names), "its windows are of other budgets")
+        own = self.windows.get(account.budget, ("", ""))[1]
+        _require(labels[0] == own, "it is charged to another window")
+        if own and not account.opened.get("plan"):
+            _require(account.window in ("", own), "a run without a plan goes on in another window")
+            account.window = own
+        return labels
 
     def _start(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         del kind, run
@@ -267,25 +352,44 @@ class Replay:
         used, returned = int(body["used"]), int(body["returned"])
         terms = self.terms[account.budget]
         if kind == "reclaim" and terms.two_persons:
-            first = account.proposed
-            seconded = bool(first) and first["user"] != body["user"]
-            _require(seconded and first["unreleased"] == body["unreleased"], "it needs two people")
+            seconded = approval.is_approved(account.proposed, kind, body, ("unreleased",))
+            _require(seconded, "it needs two people")
         _require(account.confirmed <= used <= account.started, "it returns what was used")
-        unused = sum(refund_of(terms, grant, used) for grant in account.grants)
-        for name in self._above(account.budget):
-            above = self.terms[name]
-            back = sum(refund_to_parent(above, grant, used) for grant in account.grants)
-            self._due.append((name, run, -back - _slack(above, back)))
+        last = self.windows.get(account.budget, ("", ""))[1]
+        unused = sum(
+            refund_of(terms, grant, used)
+            for grant in account.grants
+            if is_of_window(grant, 0, last)
+        )
+        for level, name in enumerate(self._above(account.budget), start=1):
+            above, last = self.terms[name], self.windows.get(name, ("", ""))[1]
+            back = sum(
+                refund_to_parent(above, grant, used)
+                for grant in account.grants
+                if is_of_window(grant, level, last)
+            )
+            self._due.append((name, run, -back - _slack(above, back), None))
         most = min(unused + _slack(terms, unused), account.spent)
         _require(0 <= returned <= most, "it returns more than is unused")
         account.spent -= returned
         self.spent[account.budget] -= returned
+        self.total[account.budget] -= returned
         self.steps[account.budget] -= account.granted - used
         account.started = used
         if kind == "close":
             account.confirmed = used
         account.status = {"close": CLOSED, "reclaim": RECLAIMED, "release": RELEASED}[kind]
         account.grants = []
+
+
+_IMPORTED = ("origin", "seq", "digest", "overspend")
+"""What is the same in the proposal of an import and in the import."""
+
+
+def _require_same_user(body: Mapping[str, Any]) -> None:
+    """Where the database knows its user, nobody else is named as the one who asked."""
+    if "db_user" in body and "user" in body:
+        _require(body["user"] == body["db_user"], "it names another user than the database's")
 
 
 def _slack(terms: Terms, cost: int) -> int:

@@ -6,29 +6,23 @@ a number that somebody changed by hand is an error, not something to spend.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Connection, Select, Table, bindparam, func, select
+from sqlalchemy import text as sql_text
 
 from diminuendo import _validate
-from diminuendo.budget import Budget
 from diminuendo.errors import InputError, LedgerError, UsageError
-from diminuendo.ledger import renamed, schema
+from diminuendo.ledger import schema, windows
 from diminuendo.ledger.address import display
 from diminuendo.ledger.records import Record, canonical
-from diminuendo.ledger.store import Change, computed_digest, record_of
+from diminuendo.ledger.state import OPEN, Run, Status, after, terms_digest
+from diminuendo.ledger.store import Change, clock, computed_digest, record_of
 from diminuendo.ledger.terms import Terms, text
-
-OPEN, CLOSED, RECLAIMED = "open", "closed", "reclaimed"
-RELEASED = "released"
-"""What ledgers of the version before call a reclaimed run."""
 
 
 def _with_last_record(table: Table, key: str, column: str, *, one: bool) -> Select[Any]:
@@ -47,89 +41,6 @@ def _with_last_record(table: Table, key: str, column: str, *, one: bool) -> Sele
 
 _ONE_BUDGET = _with_last_record(schema.budgets, "name", "budget", one=True)
 _ONE_RUN = _with_last_record(schema.runs, "id", "run", one=True)
-_SET_BUDGET = schema.budgets.update().where(schema.budgets.c.name == bindparam("key"))
-_SET_RUN = schema.runs.update().where(schema.runs.c.id == bindparam("key"))
-
-
-@dataclass(frozen=True)
-class Status:
-    """A budget and what is spent of it; `spent_units` counts units of 2⁻²⁰⁰ (`Terms.limit`)."""
-
-    terms: Terms
-    spent_units: int
-
-    @property
-    def spent(self) -> float:
-        """The share of the limit that is spent, rounded up; above 1 only after an import."""
-        share = Fraction(self.spent_units, self.terms.limit)
-        return math.nextafter(float(share), math.inf) if self.spent_units else 0.0
-
-    @property
-    def epsilon(self) -> float:
-        """ε of what was charged if the amount had been fixed in advance: no certified claim.
-
-        Certified are the limit, `terms.budget.epsilon`, and `odometer`; see `Terms.epsilon_spent`.
-        """
-        return self.terms.epsilon_spent(self.spent_units)
-
-    @property
-    def odometer(self) -> float:
-        """ε that is certified at this moment, however it was chosen; see `Terms.odometer`."""
-        return self.terms.odometer(self.spent_units)
-
-    @property
-    def left(self) -> Budget | None:
-        """What is left as a budget with the same δ, or None if that is nothing."""
-        return self.terms.left(self.spent_units)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run and its counts of steps.
-
-    granted    steps that are charged
-    started    of these, steps that may have been released
-    confirmed  of these, steps that are known to have been taken
-    nonce      the token of the request that last moved `started`
-    """
-
-    id: str
-    budget: str
-    status: str
-    granted: int
-    started: int
-    confirmed: int
-    spent_units: int
-    opened: Mapping[str, Any]
-    nonce: str = ""
-
-    @property
-    def turn(self) -> int:
-        """Deprecated name of `generation`."""
-        renamed.warn("Run.turn", "Run.generation")
-        return self.generation
-
-    @property
-    def generation(self) -> int:
-        """How many times the run was taken over by another process (`Ledger.resume_run`)."""
-        return int(self.opened["turn"])
-
-
-def after(status: Status | None, run: Run | None) -> dict[str, Any]:
-    """The sums that a record states: they hold after it."""
-    sums: dict[str, Any] = {}
-    if status is not None:
-        sums["spent"] = str(status.spent_units)
-        sums["terms"] = _terms_digest(status.terms)
-    if run is not None:
-        sums["run"] = [run.status, run.granted, run.started, run.confirmed, str(run.spent_units),
-                       run.generation, run.nonce]  # fmt: skip
-    return sums
-
-
-@lru_cache(maxsize=64)
-def _terms_digest(terms: Terms) -> str:
-    return hashlib.sha256(canonical(terms.to_dict()).encode()).hexdigest()[:32]
 
 
 def write(
@@ -146,14 +57,13 @@ def write(
     origin  what the record names in place of a run: the ledger that an import comes from
     """
     name = status.terms.name
-    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(status.spent_units)})
-    if run is not None:
-        change.connection.execute(_SET_RUN, {"key": run.id, **_values(run)})
     return change.append(
         kind,
         budget=name,
         run=origin if run is None else run.id,
         body={**body, "after": after(status, run)},
+        budget_row={"key": name, "spent": str(status.spent_units)},
+        run_row=None if run is None else {"key": run.id, **_values(run)},
     )
 
 
@@ -161,9 +71,9 @@ def write_share(change: Change, status: Status, child: str, run: str, cost: int)
     """Store what one of its parts was charged, or gave back, in a budget."""
     name = status.terms.name
     now = replace(status, spent_units=status.spent_units + cost)
-    change.connection.execute(_SET_BUDGET, {"key": name, "spent": str(now.spent_units)})
     body = {"child": child, "run": run, "cost": str(cost), "after": after(now, None)}
-    change.append("share", budget=name, body=body)
+    row = {"key": name, "spent": str(now.spent_units)}
+    change.append("share", budget=name, body=body, budget_row=row)
 
 
 def _values(run: Run) -> dict[str, Any]:
@@ -184,9 +94,9 @@ def add_run(connection: Connection, run: Run) -> None:
     connection.execute(schema.runs.insert().values(values))
 
 
-def add_budget(connection: Connection, terms: Terms) -> Status:
+def add_budget(change: Change, terms: Terms) -> Status:
     """Insert a row for a new budget, of which nothing is spent."""
-    connection.execute(
+    change.connection.execute(
         schema.budgets.insert().values(
             name=terms.name,
             terms=canonical(terms.to_dict()),
@@ -194,7 +104,8 @@ def add_budget(connection: Connection, terms: Terms) -> Status:
             data=data_of(terms.to_dict()),
         )
     )
-    return Status(terms, 0)
+    label = "" if terms.window is None else windows.label_of(terms.window, change.now)
+    return Status(terms, 0, label, label)
 
 
 def data_of(terms: Mapping[str, Any]) -> str:
@@ -215,44 +126,26 @@ def require_same_terms(existing: Terms, asked: Terms) -> None:
             )
 
 
-def first_budget_for(connection: Connection, terms: Terms) -> Status | None:
-    """The budget that the data of these terms already have, if any."""
-    if terms.data is None:
-        return None
+def budgets_for(connection: Connection, data: str | None) -> list[Status]:
+    """The budgets that these data have, by name."""
+    if data is None:
+        return []
     budgets = schema.budgets.c
-    query = select(budgets.name).where(budgets.data == terms.data).order_by(budgets.name).limit(1)
-    name = connection.execute(query).scalar()
-    return None if name is None else budget_in(connection, name)
+    query = select(budgets.name).where(budgets.data == data).order_by(budgets.name)
+    return [budget_in(connection, name) for name in connection.execute(query).scalars().all()]
 
 
-def second_budget(terms: Terms, first: Status) -> InputError:
-    """The error for a second budget for the same data that is not allowed."""
-    return InputError(
-        "the first budget for its data",
-        name="the budget",
-        value=terms.name,
-        remedy=f"These data have the budget {first.terms.name!r}: use it, or allow a second one "
-        "(allow_second=True, --allow-second). What the two spend adds up.",
-    )
-
-
-def is_seconded(
-    change: Change, request: Mapping[str, Any], *, budget: str = "", run: str = ""
-) -> bool:
-    """Whether the last record about a run, or the last proposal about a budget, is this request,
-    made by somebody else."""
-    columns = schema.records.c
-    query = select(schema.records).order_by(columns.seq.desc()).limit(1)
-    if run:
-        query = query.where(columns.run == run)
-    else:
-        query = query.where(columns.budget == budget, columns.kind == "propose")
-    row = change.connection.execute(query).one_or_none()
-    if row is None or row.kind != "propose":
-        return False
-    body = record_of(row).body
-    expected = json.loads(canonical(request))
-    return body["user"] != change.user and all(body.get(k) == v for k, v in expected.items())
+def refuse_second(connection: Connection, terms: Terms, allow_second: bool) -> None:
+    """Raise InputError for a second budget for the same data that is not allowed."""
+    existing = [] if allow_second else budgets_for(connection, terms.data)
+    if existing:
+        raise InputError(
+            "the first budget for its data",
+            name="the budget",
+            value=terms.name,
+            remedy=f"These data have the budget {existing[0].terms.name!r}: use it, or allow a "
+            "second one (allow_second=True, --allow-second). What the two spend adds up.",
+        )
 
 
 def refuse_other_data(terms: Terms, data: str | None) -> None:
@@ -264,6 +157,29 @@ def refuse_other_data(terms: Terms, data: str | None) -> None:
             value=data,
             remedy="Use the budget of these data, or create one.",
         )
+
+
+def membership(change: Change, terms: Terms) -> dict[str, str]:
+    """As whom somebody may open a run on a budget; raises UsageError for who may not.
+
+    Where everybody may, nothing is said. On PostgreSQL a member can also be a role that the
+    database's user belongs to.
+    """
+    if not terms.members:
+        return {}
+    found = change.user if change.user in terms.members else None
+    if found is None and change.connection.engine.dialect.name != "sqlite":
+        query = sql_text(
+            "SELECT min(rolname) FROM pg_roles WHERE rolname = ANY(:names) "
+            "AND pg_has_role(session_user, oid, 'MEMBER') AND NOT rolsuper"
+        )
+        found = change.connection.execute(query, {"names": list(terms.members)}).scalar()
+    if found is None:
+        raise UsageError(
+            f"{change.user} is none of those who may open runs on the budget {terms.name!r} "
+            f"({', '.join(terms.members)}). Nothing was charged. Use a budget of your own."
+        )
+    return {"member": str(found)}
 
 
 class _Part:
@@ -284,8 +200,10 @@ def _parts(row: Any, table: Table) -> tuple[Any, Any]:
     return _Part(table, values[:width]), None if record.seq is None else record
 
 
-def _check(what: str, record: Any, expected: Mapping[str, Any], required: bool) -> None:
-    """The row must be what its last record says, and that record what it was."""
+def _check(
+    what: str, record: Any, expected: Mapping[str, Any], required: bool
+) -> Mapping[str, Any]:
+    """What the last record states of the sums; the row must agree, and the record be unchanged."""
     stated = None
     if record is not None and computed_digest(record) == record.digest:
         stated = record_of(record).body.get("after", {} if required else expected)
@@ -295,6 +213,7 @@ def _check(what: str, record: Any, expected: Mapping[str, Any], required: bool) 
             f"{what} does not agree with {number}: somebody changed the database by hand. Nothing "
             "was charged. `diminuendo ledger verify` tells more."
         )
+    return dict(stated)
 
 
 @lru_cache(maxsize=64)
@@ -332,8 +251,15 @@ def _damaged(what: str) -> str:
 def _checked_status(row: Any) -> Status:
     budget, record = _parts(row, schema.budgets)
     status = status_of(budget)
-    _check(f"The budget {status.terms.name!r}", record, after(status, None), True)
-    return status
+    expected = {"spent": str(status.spent_units), "terms": terms_digest(status.terms)}
+    stated = _check(f"The budget {status.terms.name!r}", record, expected, True)
+    if status.terms.window is None:
+        return status
+    try:
+        since, window = stated["window"]
+    except (KeyError, TypeError, ValueError):
+        raise LedgerError(_damaged(f"the window of the budget {status.terms.name!r}")) from None
+    return replace(status, since=str(since), window=str(window))
 
 
 def _checked_run(row: Any) -> Run:
@@ -378,6 +304,14 @@ def chain_of(connection: Connection, name: str) -> list[Status]:
     while chain[-1].terms.parent is not None:
         chain.append(budget_in(connection, chain[-1].terms.parent))
     return chain
+
+
+def current(connection: Connection, statuses: Sequence[Status]) -> list[Status]:
+    """Budgets as they are now: of a window that has just begun nothing is spent."""
+    if all(status.terms.window is None for status in statuses):
+        return list(statuses)
+    now = clock(connection)
+    return [status.at(now) for status in statuses]
 
 
 def run_in(connection: Connection, run: str) -> Run:

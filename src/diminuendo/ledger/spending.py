@@ -83,7 +83,7 @@ class LedgerSpending(Spending):
         self._lock = threading.RLock()
         self._process = 0
         self._over = False
-        self._nonce = ""
+        self._nonce = self._window = ""
         self._unanswered: Callable[[], None] | None = None
         """The request whose answer was lost, to be sent again."""
         self._took, self._asked_at, self._asked_steps = 0.0, 0.0, 0
@@ -144,6 +144,7 @@ class LedgerSpending(Spending):
             self._over = self.ledger.run(self.run).status != "open"
             if self._over:
                 return
+        before = self.run
         attached = bool(self.run) and self._reattach()
         try:
             if not attached:
@@ -151,8 +152,9 @@ class LedgerSpending(Spending):
             self._asked_at = time.monotonic()
             if self.plan is not None and self._ahead == "plan":
                 self._grant(self.plan.steps, start=False)
-        except BudgetRefused:
-            self.close("refused")
+        except (BudgetRefused, InputError, UsageError):
+            if attached or self.run != before:  # what was opened here does not stay open
+                self.close("refused")
             raise
 
     def _reattach(self) -> bool:
@@ -174,6 +176,8 @@ class LedgerSpending(Spending):
 
     def _open(self) -> None:
         """A new run. A restored state's steps that no earlier run has paid for are charged."""
+        if self._window and self.steps:
+            self._refuse_window(self.ledger.status(self.name).window)
         paid = self._paid_before() if self.run else 0
         digest = "" if self.plan is None else self.plan.digest
         run = self.ledger.open_run(self.name, label=self._label, data=self._data, plan=digest)
@@ -182,6 +186,14 @@ class LedgerSpending(Spending):
         self._first = self._granted_upto = self._started = self._unknown = paid
         if paid < self.steps:
             self._charge_events(_after(self.granted, paid), start=True, partial=False)
+
+    def _refuse_window(self, window: str) -> None:
+        """Steps that are chosen on the way can be claimed for one window only."""
+        if window != self._window:
+            raise UsageError(
+                f"This run has no plan and began in {self._window}; now it is {window}. What it "
+                "may claim is the limit of one window. Begin another run."
+            )
 
     def _paid_before(self) -> int:
         """Up to where the run that is over has paid for this state's steps and the next ones.
@@ -218,13 +230,23 @@ class LedgerSpending(Spending):
             self._unanswered()
         upto = self.steps + event.count
         if self.plan is None:
-            self._charge_events([event], start=True, partial=False)
+            self._charge_chosen(event)
             self._count_lost(self._granted_upto - upto)
         elif upto > self._granted_upto:
             self._grant_next(upto)
         elif upto > self._started:
             block = max(upto, min(self.steps + self._length(), self._granted_upto))
             self._start(block, confirmed=self._confirmed())
+
+    def _charge_chosen(self, event: GaussianStep) -> None:
+        """A step without a plan. If the run's first one is refused, the run does not stay open."""
+        try:
+            self._charge_events([event], start=True, partial=False)
+        except (BudgetRefused, InputError):
+            if self._granted_upto == self._first:
+                self.close("refused")
+                self._process, self._over = 0, False
+            raise
 
     def _refuse_others(self) -> None:
         """A run ends once, and is one process's: a fork would release the same steps again."""
@@ -290,6 +312,9 @@ class LedgerSpending(Spending):
                 generation=self._generation,
                 token=token,
             )
+            if self.plan is None and self._window and self.steps:
+                self._refuse_window(grant.window)
+            self._window = grant.window
             self._granted_upto = self._first + grant.first + grant.steps
             if start:
                 self._started, self._nonce = self._granted_upto, grant.nonce
@@ -390,6 +415,7 @@ class LedgerSpending(Spending):
             "runs": self.runs,
             "first": self._first,
             "turn": self._generation,
+            "window": self._window if self.plan is None else "",
             "head": self._head(),
         }
 
@@ -400,6 +426,7 @@ class LedgerSpending(Spending):
             self._record(events.from_dict(data))
         self.run, self.runs = str(state.get("run", "")), list(state.get("runs", ()))
         self._first, self._generation = int(state.get("first", 0)), int(state.get("turn", 0))
+        self._window = str(state.get("window", ""))
 
     def cite(self) -> dict[str, Any]:
         """The ledger, budget and runs that paid, and the chain's head as it is now."""

@@ -24,23 +24,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, bindparam, inspect, literal_column, or_, select, text
+from sqlalchemy import (
+    Connection,
+    Engine,
+    bindparam,
+    func,
+    inspect,
+    literal_column,
+    or_,
+    select,
+    text,
+)
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from diminuendo import __version__
 from diminuendo.errors import InputError, LedgerError, SchemaError
-from diminuendo.ledger import address, schema
-from diminuendo.ledger.engine import lock_holder, make_engine, time_limit
+from diminuendo.ledger import address, schema, windows
+from diminuendo.ledger.engine import lock_holder, make_engine, time_limit, wait_for_disk
 from diminuendo.ledger.keys import Key
 from diminuendo.ledger.process import user_name
 from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
+from diminuendo.ledger.statements import write_record
 
 T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
 _PAUSE = 0.05
 _LOCKED_HEAD = select(schema.head).with_for_update()
-_LOCKED_HEAD_AND_USER = _LOCKED_HEAD.add_columns(literal_column("session_user").label("db_user"))
+_LOCKED_HEAD_AND_USER = _LOCKED_HEAD.add_columns(
+    literal_column("session_user").label("db_user"), func.clock_timestamp().label("now")
+)
 _LAST_RECORDS = select(schema.records).where(
     or_(
         schema.records.c.token == bindparam("token"),
@@ -48,7 +61,6 @@ _LAST_RECORDS = select(schema.records).where(
         schema.records.c.seq == bindparam("seen"),
     )
 )
-_ADD_RECORD, _MOVE_HEAD = schema.records.insert(), schema.head.update()
 
 
 class PermissionRefused(LedgerError):
@@ -76,6 +88,8 @@ class Change:
         self._user = {"db_user": str(head.db_user)} if named else {}
         self.user = self._user.get("db_user", "") or user_name()
         """Who makes this change: the database's user, or the system's where it has none."""
+        self.now = _utc(head.now) if named else windows.now()
+        """When this change is made, by the clock of the server or, without one, of the machine."""
         self._appended = 0
         known = head.seq if seen is None else seen.seq
         wanted = {"token": token, "last": head.seq, "seen": known}
@@ -88,16 +102,26 @@ class Change:
         self.recorded = next((record_of(row) for row in rows if row.token == token), None)
         """The record that already has the token, if there is one."""
 
-    def append(self, kind: str, *, budget: str, run: str = "", body: Mapping[str, Any]) -> Record:
+    def append(
+        self,
+        kind: str,
+        *,
+        budget: str,
+        run: str = "",
+        body: Mapping[str, Any],
+        budget_row: Mapping[str, Any] | None = None,
+        run_row: Mapping[str, Any] | None = None,
+    ) -> Record:
         """Add a record to the chain; the first one of a change has the change's token.
 
         On PostgreSQL it names the database's user, which no client can choose.
+
+        budget_row, run_row  columns to set with it, and the row as `key`
         """
         body = {**body, **self._user}
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = Record.link(
             seq=self.head.seq + 1,
-            at=now,
+            at=self.now.isoformat(timespec="milliseconds"),
             kind=kind,
             budget=budget,
             run=run,
@@ -107,8 +131,7 @@ class Change:
         )
         signature = "" if self._key is None else self._key.sign(record.digest)
         row = {**record.to_dict(), "body": canonical(body), "signature": signature}
-        self.connection.execute(_ADD_RECORD, row)
-        self.connection.execute(_MOVE_HEAD, {"seq": record.seq, "digest": record.digest})
+        write_record(self.connection, row, budget_row, run_row)
         self.head = Head(self.head.ledger, record.seq, record.digest)
         self._appended += 1
         return record
@@ -150,7 +173,7 @@ class Store:
         return self._engine
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Connection]:
+    def _transaction(self, *, write: bool, durable: bool = False) -> Iterator[Connection]:
         with (
             self._own_engine().connect() as bare,
             time_limit(bare, self.patience + 1),
@@ -160,6 +183,8 @@ class Store:
                 if write:
                     self._same_file()
                 yield connection
+            if write or durable:
+                wait_for_disk(bare)
 
     def _same_file(self) -> None:
         """Refuse a file that was replaced or deleted, or whose log was: writes would be lost."""
@@ -177,11 +202,14 @@ class Store:
                 "was charged. Put the right file in its place and open it again."
             )
 
-    def read(self, work: Callable[[Connection], T]) -> T:
-        """The result of `work` on one state of the database."""
+    def read(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
+        """The result of `work` on one state of the database.
+
+        durable  return when that state is on disk: for a head that somebody will rely on
+        """
 
         def once() -> T:
-            with self._transaction(write=False) as connection:
+            with self._transaction(write=False, durable=durable) as connection:
                 _check_version(_version_in(connection))
                 return work(connection)
 
@@ -285,7 +313,8 @@ class Store:
 
     def _ledger_error(self, error: Exception) -> LedgerError:
         cause = getattr(error, "orig", None) or error
-        words = " ".join(str(cause).split()) or type(cause).__name__
+        primary = getattr(getattr(cause, "diag", None), "message_primary", None)
+        words = " ".join(str(primary or cause).split()) or type(cause).__name__
         for secret in address.secrets(self.url):
             words = words.replace(secret, "***")
         remedy = _remedy(words)
@@ -358,6 +387,17 @@ def _check_signature(connection: Connection, key: Key, last: Any) -> None:
             "without the key wrote to the database. Nothing was charged. `diminuendo ledger verify "
             "--key` tells where it begins."
         )
+
+
+def _utc(moment: datetime.datetime) -> datetime.datetime:
+    return moment.astimezone(datetime.UTC)
+
+
+def clock(connection: Connection) -> datetime.datetime:
+    """The time by the server's clock or, without a server, by this machine's."""
+    if connection.engine.dialect.name == "sqlite":
+        return windows.now()
+    return _utc(connection.execute(select(func.clock_timestamp())).scalar_one())
 
 
 def computed_digest(row: Any) -> str:
@@ -452,13 +492,28 @@ def _is_transient(error: DBAPIError) -> bool:
     if isinstance(error.orig, sqlite3.Error):
         return "locked" in words or "busy" in words
     state = str(getattr(error.orig, "sqlstate", None) or "")
-    unreachable = state[:2] in ("08", "57") or (not state and "authentication" not in words)
+    unreachable = state[:2] in ("08", "57") or (not state and not _is_turned_away(words))
     busy = state in ("40001", "40P01", "55P03", "25P03")
     return error.connection_invalidated or unreachable or busy
 
 
+_FOR_A_WHILE = ("starting up", "shutting down", "recovery", "connection slots", "too many")
+"""Why a server that can be reached turns a client away for a while only."""
+
+
+def _is_turned_away(words: str) -> bool:
+    """Whether a server answered that it will not let this user in: waiting does not help.
+
+    A connection that fails has no error code, only words: "FATAL" is the server's answer. In
+    another language it is not understood, and the client waits.
+    """
+    answered = "fatal:" in words or "authentication" in words or "no password supplied" in words
+    return answered and not any(reason in words for reason in _FOR_A_WHILE)
+
+
 def _remedy(words: str) -> str:
     remedies = {
+        "fatal:": "Look at the user, the password and the database in the ledger's URL.",
         "full": "Free some disk space and try again.",
         "readonly": "Make its file and folder writable for this user.",
         "malformed": "Restore it from a backup, and check that with `diminuendo ledger verify`.",

@@ -15,12 +15,13 @@ from diminuendo.accounting.filters import UNIT, GaussianFilter, RenyiFilter
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
+from diminuendo.ledger import windows
 from diminuendo.ledger.mechanisms import Mechanism
 
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
 _ODOMETER_ORDERS = 8
-_LATER = {"parent": None, "two_persons": False}
+_LATER: dict[str, Any] = {"parent": None, "two_persons": False, "window": None, "members": ()}
 """Terms that version 1 did not have, and what they are where nothing is said."""
 
 
@@ -32,10 +33,16 @@ class Terms:
                  steps, at one Rényi order that is fixed here.
     data         the identity of the data (`identify`), or None if it was not given
     unit         what one row of the data is: an example, a patient, a household
-    two_persons  whether giving back what a dead run held, and a second budget for the same data,
-                 need two people
+    two_persons  whether giving back what a dead run held, a second budget for the same data, a part
+                 of this budget and an import need two people
     parent       the budget that this one is a part of: whatever is charged here is charged there
                  too, so that all its parts together stay within it
+    window       None: (ε, δ) for everything that is ever charged. "day", "week", "month", "quarter"
+                 or "year": (ε, δ) for what is charged in each of them, by the calendar in UTC; the
+                 limit is whole again when the next one begins, and more than one of them together
+                 have a larger ε (`claim_over`)
+    members      who may open runs here: users of the database (or roles that they belong to), or
+                 of the system where the database has none. Nobody named: everybody
     """
 
     name: str
@@ -46,6 +53,8 @@ class Terms:
     order: int | None = None
     parent: str | None = None
     two_persons: bool = False
+    window: str | None = None
+    members: list[str] | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         text("name", self.name)
@@ -53,6 +62,12 @@ class Terms:
             raise InputError("another budget", name="parent", value=self.parent)
         text("unit", self.unit)
         _validate.choice("composition", self.composition, COMPOSITIONS)
+        if not isinstance(self.members, (tuple, list)):
+            raise InputError("a list of names", name="members", value=self.members)
+        members = tuple(sorted({text("a member", member) for member in self.members}))
+        object.__setattr__(self, "members", members)
+        if self.window is not None:
+            _validate.choice("window", self.window, windows.WINDOWS)
         if self.data is not None:
             _identity(self.data)
         if not isinstance(self.two_persons, bool):
@@ -138,6 +153,17 @@ class Terms:
         """
         return self.filter.claim(spent)
 
+    def claim_over(self, count: int) -> float:
+        """The certified ε of everything charged in `count` windows, at the budget's δ.
+
+        Formal guarantee: the charges in `count` windows that were fixed in advance (by the
+        calendar, not by what was released) never exceed `count` times the limit, so that a filter
+        of that limit would have granted all of them. Without windows there is one, for ever.
+        """
+        if self.window is None or count <= 1:
+            return self.budget.epsilon
+        return self.filter.claim(count * self.limit)
+
     def odometer(self, spent: int) -> float:
         """ε that holds at every moment at once, also at one chosen by what was released before.
 
@@ -148,7 +174,7 @@ class Terms:
         are fixed by the terms: the budget's own, or for "gaussian" eight that share δ. Compare
         Rogers and others (2016) and Whitehouse and others (2023). It is larger than
         `epsilon_spent`, and near the limit larger than the budget's ε, which is then the better
-        claim.
+        claim: who shows it leaves it out there (`Status.odometer`).
         """
         if spent <= 0:
             return 0.0
@@ -160,10 +186,11 @@ class Terms:
         return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
 
     def to_dict(self) -> dict[str, Any]:
-        """The terms as JSON values; a parent and two persons only if there are."""
+        """The terms as JSON values; what version 1 did not have only if it is used."""
+        values = asdict(self)
         return {
-            name: value
-            for name, value in asdict(self).items()
+            name: list(value) if name == "members" else value
+            for name, value in values.items()
             if name not in _LATER or value != _LATER[name]
         }
 

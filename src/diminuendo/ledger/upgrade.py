@@ -11,6 +11,7 @@ from diminuendo.errors import LedgerError
 from diminuendo.ledger import rows, schema
 from diminuendo.ledger.records import START, start_of
 from diminuendo.ledger.replay import Replay
+from diminuendo.ledger.state import OPEN, after
 from diminuendo.ledger.store import Change
 
 _VERSION_1_COLUMNS = "seq, at, kind, budget, run, token, body, previous, digest"
@@ -48,11 +49,11 @@ def _append_sums(connection: Connection, ledger: str, replay: Replay) -> None:
     change = Change(connection, f"upgrade-{ledger}")
     for name in replay.terms:
         row = connection.execute(select(schema.budgets).where(schema.budgets.c.name == name)).one()
-        body = {"ledger": ledger, "after": rows.after(rows.status_of(row), None)}
+        body = {"ledger": ledger, "after": after(rows.status_of(row), None)}
         change.append("upgrade", budget=name, body=body)
-    for row in connection.execute(select(schema.runs).where(schema.runs.c.status == rows.OPEN)):
+    for row in connection.execute(select(schema.runs).where(schema.runs.c.status == OPEN)):
         run = rows.run_of(row)
-        body = {"ledger": ledger, "after": rows.after(None, run)}
+        body = {"ledger": ledger, "after": after(None, run)}
         change.append("upgrade", budget="", run=run.id, body=body)
 
 

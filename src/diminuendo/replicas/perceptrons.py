@@ -21,7 +21,7 @@ from diminuendo.replicas.batch import (
     cross_entropy,
 )
 from diminuendo.replicas.layers import Layer
-from diminuendo.replicas.workers import side_by_side
+from diminuendo.training.cores import side_by_side
 from diminuendo.training.memory import keep_freed
 
 

@@ -11,15 +11,18 @@ with _extras.needed("torch", extra="torch", purpose="Training"):
     from diminuendo.training.loop import fit
     from diminuendo.training.optim import PrivateDescent
     from diminuendo.training.progress import Progress
-    from diminuendo.training.run import Result
+    from diminuendo.training.result import Result
     from diminuendo.training.step import PrivateGradients, Released
+    from diminuendo.training.tracking import Fact, Logger
 
 __all__ = [
     "Automatic",
     "Checkpoints",
     "Compute",
+    "Fact",
     "Flat",
     "Journal",
+    "Logger",
     "PerLayer",
     "PrivateDescent",
     "PrivateGradients",

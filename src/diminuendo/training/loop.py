@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _later, _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
@@ -23,9 +23,13 @@ from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
-from diminuendo.training.progress import AfterStep, Progress, reading
-from diminuendo.training.run import Result, Run
+from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
+from diminuendo.training.result import Result
+from diminuendo.training.run import Run
+from diminuendo.training.sampling import arrays_of, as_trained, precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
+from diminuendo.training.tracking import Tracking
+from diminuendo.training.usable import refuse_not_finite
 
 _Settings = TypeVar("_Settings", Compute, Progress)
 
@@ -102,7 +106,9 @@ def fit(
                   each row. Each step draws persons, and one row of each; the plan's examples are
                   persons, and so is who the claim protects
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
-    lr            the learning rate of that; where the plan has learning rates, their unit
+    lr            the learning rate of that; where the plan has learning rates, their unit. Left
+                  out for a table of features, labels and CrossEntropyLoss, it is chosen on
+                  synthetic data of the same public shape, and said
     lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
                   differs from what the noise was planned for is warned about before anything is
                   spent; strict=True refuses it
@@ -119,7 +125,8 @@ def fit(
                   `Checkpoints` says how often, too
     device        where to train; the model is moved there. A `Compute` says how many examples are
                   held in memory at once (micro-batches), and how many processes load them, too
-    progress      whether a bar is shown; a `Progress` says what is called after each step, too
+    progress      whether a bar is shown; a `Progress` says what is called after each step, and
+                  which experiment tracker is told, too
 
     Returns a `Result`: how the run ended and what it spent.
     """
@@ -134,6 +141,7 @@ def fit(
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
     persons = Groups.of(groups)
+    refuse_not_finite(data, precision_of(model))
     _warn_of(deprecated)
     source = deprecated.get("source", data)
     checkpoints = _checkpoints(folder, deprecated)
@@ -151,6 +159,8 @@ def fit(
         planned = plan if policy is None else None
         spending = _paid_by(ledger, budget, planned, source, group, watching.shown)
     compute.move(model)
+    if optimizer is None and lr is None and group.world == 1:
+        lr = _learning_rate(model, data, plan, loss)
     journal = None if checkpoints is None else checkpoints.journal(plan, writes=group.first)
     private = PrivateGradients(
         model,
@@ -167,7 +177,12 @@ def fit(
     try:
         steps_by = optimizer or PrivateDescent(
             model.parameters(),
-            lr=_validate.positive("lr", lr, remedy="Or give an optimizer."),
+            lr=_validate.positive(
+                "lr",
+                lr,
+                remedy="Or give an optimizer. It is chosen for classes by CrossEntropyLoss from "
+                "arrays with one row for each example.",
+            ),
             beta=plan.momentum or 0.0,
         )
         check_unit(private.spending, grouped=persons is not None)
@@ -186,25 +201,40 @@ def fit(
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
-        run = Run(private, steps_by, scheduler, checkpoint, every)
-        run.resume()
-        try:
-            result = run.train(
-                data,
-                loss,
-                groups=persons,
-                workers=compute.workers,
-                progress=watching,
-            )
-        except BaseException as error:
-            private.spending.close(type(error).__name__)
-            raise
-        private.spending.close(result.status)
-        return replace(result, ledger=private.spending.cite())
+        with Tracking(watching.logger, private, running_epsilon(private)) as track:
+            run = Run(private, steps_by, scheduler, checkpoint, every, track)
+            run.resume()
+            try:
+                result = run.train(
+                    data,
+                    loss,
+                    groups=persons,
+                    workers=compute.workers,
+                    progress=watching,
+                )
+            except BaseException as error:
+                private.spending.close(type(error).__name__)
+                raise
+            private.spending.close(result.status)
+            result = replace(result, ledger=private.spending.cite())
+            track.end(result)
+        return result
     finally:
         private.close()
         if checkpoint is not None:
             checkpoint.close()
+
+
+def _learning_rate(model: nn.Module, data: Any, plan: Plan, loss: Loss) -> float | None:
+    """A good one from synthetic data, where that stands for these; otherwise None."""
+    arrays = arrays_of(data)
+    if arrays is None or len(arrays) != 2 or type(loss) is not nn.CrossEntropyLoss:
+        return None
+    rows = as_trained(arrays[0], precision_of(model))
+    if rows.dim() != 2 or not rows.is_floating_point() or loss.weight is not None:
+        return None
+    found: float = _later("diminuendo.training", "learning_rate_for")(model, plan, rows.shape[1])
+    return found
 
 
 def _followed(

@@ -53,6 +53,9 @@ Policy = Callable[[Released], float]
 """From what was released to the next noise multiplier σ > 0."""
 
 
+_STATE = frozenset({"plan", "examples", "seed", "noise", "step", "lost", "spending", "released"})
+"""What a saved state has."""
+
 _STALE = (
     "This batch was drawn for step {}, and the next step to take is {}. Call private.batches "
     "again: it goes on where the steps are."
@@ -136,6 +139,7 @@ class PrivateGradients:
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
+        self._resumed = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
@@ -176,12 +180,18 @@ class PrivateGradients:
         """Steps that may have been paid for: those that are over, and one that is under way."""
         return self.step + (self._open is not None)
 
+    @property
+    def waiting(self) -> int | None:
+        """The size of the batch, or part of one, that was drawn and waits for `backward`."""
+        return None if self._part is None else self._part.size
+
     # Algorithm 1
 
     def batches(
         self,
         dataset: Any,
         *,
+        epochs: float | None = None,
         groups: Any = None,
         workers: int = 0,
         pin_memory: bool = False,
@@ -189,6 +199,9 @@ class PrivateGradients:
     ) -> Iterator[Any]:
         """The plan's own sampler, until the plan or the budget ends. An empty draw is a step.
 
+        epochs  stop after so many steps that each example is drawn so often on average; the next
+                call goes on from there: `while not private.finished: for x, y in
+                private.batches(dataset, epochs=1)` is a loop over epochs
         groups  whose each row is, where several are one person's: a column with an entry for each
                 row. Persons are drawn, and one row of each; the plan's examples are persons
         """
@@ -204,7 +217,7 @@ class PrivateGradients:
         for part, batch in self.sampler.batches(
             source,
             self.step,
-            None if self._unbounded else self.plan.steps,
+            self._end_of(epochs),
             groups=persons,
             workers=workers,
             pin_memory=pin_memory,
@@ -223,6 +236,25 @@ class PrivateGradients:
                     "for each batch: a batch that was drawn belongs to a step."
                 )
         self.guard.verify()
+
+    def _end_of(self, epochs: float | None) -> int | None:
+        """The step before which these batches end; None where only the budget ends them."""
+        whole = None if self._unbounded else self.plan.steps
+        if epochs is None:
+            return whole
+        left = _validate.positive("epochs", epochs) * (1 - 1e-12)
+        end = self.step
+        while left > 0 and (whole is None or end < whole):
+            left -= self.sampler.rate(end)
+            end += 1
+        return end
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left: the plan is at its end, or the budget refuses the next one."""
+        if not self._unbounded and self.step >= self.plan.steps:
+            return True
+        return self._begun and self._open is None and not self._may_go_on()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
@@ -311,9 +343,16 @@ class PrivateGradients:
         facts; 0 with fast noise."""
         if not self._certified:
             return 0.0
-        largest = self.sampler.micro_batch or self.plan.examples
+        largest = self.sampler.smallest or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
         return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
+
+    @property
+    def delta_missed(self) -> float:
+        """What is to be added to δ for the steps that were taken: `delta_added`, or 0 where no sum
+        had a shape that needs random vectors: that of a layer whose narrower side is wide."""
+        checked = self.engine.checks or self._resumed or self.group.world > 1
+        return self.delta_added if checked else 0.0
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -389,6 +428,14 @@ class PrivateGradients:
         (`lost`): nobody gets a second noise for the same step. So somebody must know of them: the
         journal, or a ledger. With a fixed seed the same noise is drawn again, and nothing is lost.
         """
+        missing = _STATE - set(state) if isinstance(state, Mapping) else _STATE
+        if missing:
+            raise InputError(
+                "what private.state_dict() gave",
+                name="the state",
+                value=f"one without {', '.join(sorted(missing))}",
+                remedy="Save it beside the model's and the optimiser's states.",
+            )
         for name, mine in (
             ("plan", self.plan.digest),
             ("examples", self.plan.examples),
@@ -432,6 +479,7 @@ class PrivateGradients:
             self.lost, self.released = int(state["lost"]), tuple(state["released"])
         self.lost += now - spent
         self.step = step + now - spent
+        self._resumed = self.step > 0
         self._begun = True
 
     def _read(self, step: int) -> Entry:

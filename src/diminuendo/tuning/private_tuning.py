@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from diminuendo import _progress, _validate
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
@@ -75,9 +75,9 @@ class PrivateTuningResult:
     epsilon: float
 
 
-def share(budget: Budget, trials: int, score_noise: float) -> float:
+def share(budget: Budget | tuple[float, float], trials: int, score_noise: float) -> float:
     """The largest Σ 1/σ² of one trial, and of the final run."""
-    trials = _validate.count("trials", trials)
+    budget, trials = as_budget(budget), _validate.count("trials", trials)
     left = budget.R - trials / _validate.positive("score_noise", score_noise) ** 2
     if left <= 0:
         raise BudgetRefused(
@@ -88,7 +88,7 @@ def share(budget: Budget, trials: int, score_noise: float) -> float:
 
 
 def tune_on_private(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     data: Labelled,
     *,
     model: Model,
@@ -114,7 +114,7 @@ def tune_on_private(
     """
     trials = _validate.count("trials", trials)
     patience = _validate.real("patience", patience, at_least=0)
-    space = as_printed(space)
+    budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     noise = math.sqrt(trials / (SCORE_SHARE * budget.R)) if score_noise is None else score_noise
     each = share(budget, trials, noise)

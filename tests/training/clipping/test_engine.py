@@ -272,7 +272,7 @@ def test_the_model_is_left_alone() -> None:
     with pytest.raises(EngineError, match="already attached"):
         Engine(model)
     compare(twin, (x,))
-    with pytest.raises(EngineError, match="instead of backward"):
+    with pytest.raises(EngineError, match=r"instead of loss\.backward"):
         model(x).sum().backward()
     engine.close()
     engine.close()
@@ -613,3 +613,22 @@ def test_a_model_keeps_its_arguments() -> None:
     before = inspect.signature(model.forward)
     with Engine(model):
         assert inspect.signature(model.forward) == before
+
+
+def test_messages_name_the_model_where_it_has_no_path() -> None:
+    """A lone layer has the path "", which once was printed as such."""
+    cases = [
+        (torch.nn.Linear(3, 2), torch.zeros(3)),
+        (torch.nn.Conv1d(3, 2, 1), torch.zeros(3, 4)),
+        (torch.nn.LayerNorm(3), torch.zeros(3)),
+        (torch.nn.GRU(3, 2, batch_first=True), torch.zeros(3)),
+        (torch.nn.BatchNorm1d(3), torch.zeros(5, 3)),
+    ]
+    for model, x in cases:
+        with pytest.raises(EngineError, match="the model itself") as error:
+            (Engine(model), model(x))
+        assert "''" not in str(error.value)
+    inside = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    Engine(inside)
+    with pytest.raises(EngineError, match="'0' got an input of shape"):
+        inside(torch.zeros(3))

@@ -181,6 +181,19 @@ class Picked(Model):
         return out.view_as(x)
 
 
+class WrittenOver(Model):
+    """An operation that is repeated, and whose result another one writes on in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(6, 2, 3))
+
+    def body(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("bih,dnh->bind", x[..., :3], self.kernel).flatten(2)[..., :6]
+        scores *= 0.5
+        return x + scores
+
+
 class Tied(Model):
     """A weight that another part of the model reads, turned."""
 
@@ -257,8 +270,8 @@ class Bags(Model):
 
 
 HEALTHY = [
-    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, Tied,
-    Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, WrittenOver,
+    Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 

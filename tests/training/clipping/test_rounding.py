@@ -116,7 +116,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 4), (1, 5)),
     "linear, tokens, gram": (lambda: nn.Linear(9, 8), (1, 3, 9)),
     "linear, tokens, formed": (lambda: nn.Linear(2, 3), (1, 24, 2)),
-    "linear, checked": (lambda: nn.Linear(70, 60, bias=False), (1, 2, 70)),
+    "linear, checked": (lambda: nn.Linear(70, 66, bias=False), (1, 2, 70)),
     "convolution": (lambda: nn.Conv1d(3, 4, 3, padding=1), (1, 3, 6)),
     "convolution, gram": (lambda: nn.Conv1d(12, 20, 2), (1, 12, 3)),
     "convolution, groups": (lambda: nn.Conv2d(4, 4, 2, groups=2), (1, 4, 3, 3)),
@@ -301,6 +301,7 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     monkeypatch.setattr(conv, "_NARROW", 1)
+    monkeypatch.setattr(sums, "_NARROW", 1)
     model: nn.Module
     owner: type[Any] = Product
     if kind == "linear":
@@ -399,8 +400,8 @@ def test_tf32_as_a_gpu_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     torch.manual_seed(0)
     for layer, shape in (
-        (nn.Linear(70, 60), (1, 70)),
-        (nn.Linear(70, 60, bias=False), (1, 3, 70)),
+        (nn.Linear(70, 66), (1, 70)),
+        (nn.Linear(70, 66, bias=False), (1, 3, 70)),
         (nn.Conv1d(3, 4, 2, bias=False), (1, 3, 9)),
         (nn.Conv1d(40, 50, 2, bias=False), (1, 40, 4)),
         (Twice(nn.Linear(8, 8)), (1, 8)),
