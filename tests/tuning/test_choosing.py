@@ -381,7 +381,7 @@ def test_a_choice_clips_to_its_plan_s_norm(tuned: TuningResult) -> None:
     assert Choice.from_json(json.dumps(told)).clip.sensitivity == tuned.best.plan.clip
 
 
-def test_the_number_of_threads_is_left_as_it_was(tuned: TuningResult) -> None:
+def test_the_number_of_threads_is_left_as_it_was() -> None:
     torch.set_num_threads(2)
     tune(rounds=0, repeats=1)
     assert torch.get_num_threads() == 2
