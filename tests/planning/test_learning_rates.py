@@ -242,7 +242,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"influence": [1, 2], "lr": "joint"}, "influence curve"),
     ({"kappa": 20, "momentum": 0.9, "lr": "joint", "steps": 5}, "Leave momentum out; or plan"),
     ({"kappa": 20, "lr": "joint", "steps": 5, "max_lr": 3}, "max_lr"),
-    ({"kappa": 20, "lr": "cosine", "steps": 5}, "influence.cosine"),
+    ({"kappa": 20, "lr": "cosin", "steps": 5}, "one of constant, linear, cosine, joint"),
     ({"kappa": 20, "lr": "joint", "sampling_rate": [0.1, 0.2]}, "sampling_rate"),
     ({"kappa": 20, "lr": "joint", "steps": 5, "sampling_rate": 0.1, "gradient_norm": 2}, "norm"),
 ]

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
 
-from diminuendo import _extras
 from diminuendo.errors import InputError
-
-_NEEDED = {"extra": "flower", "purpose": "The Flower adapter"}
-with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
-    import torch
-    from flwr.app import Array, ArrayRecord, RecordDict
-    from flwr.serverapp import Grid
-    from torch import Tensor
 
 
 class DrawnNodes:
