@@ -18,6 +18,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ ATTENTION = ("query", "value", "q_proj", "v_proj", "c_attn")
 class LoRA(nn.Module):
     """A frozen projection and a trained product of two thin matrices beside it."""
 
-    def __init__(self, base: nn.Module, rank: int = 8) -> None:
+    def __init__(self, base: Any, rank: int = 8) -> None:
         super().__init__()
         rows, cols = base.weight.shape
         if isinstance(base, nn.Linear):
@@ -108,7 +109,8 @@ class LoRA(nn.Module):
         self.to(base.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
+        adapted: Tensor = self.base(x) + self.up(self.down(x))
+        return adapted
 
 
 def with_lora(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from diminuendo.training.mechanism import cipher, exact, kernels
+from diminuendo.training.mechanism.grid import Grid
 
 KEYS = (os.urandom(32), os.urandom(32))
 
@@ -29,7 +30,7 @@ def parts(size: int, device: str) -> dict[str, Callable[[], object]]:
     single = torch.empty(size, device=device)
     chances = torch.rand(size, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    grid = exact.Grid.of(1.0)
+    grid = Grid.of(1.0)
     calls: dict[str, Callable[[], object]] = {
         "exact noise, added": lambda: exact.add_rounded_gaussian(total, 1.0, KEYS),
         "normal, float32": lambda: single.normal_(generator=generator),
@@ -68,7 +69,7 @@ def measure(size: int, device: str, rounds: int) -> None:
 
 
 def undecided(size: int) -> None:
-    grid = exact.Grid.of(1.5)
+    grid = Grid.of(1.5)
     places, _ = exact.undecided_on_cpu(torch.zeros(size, dtype=torch.float64), grid, KEYS[0])
     expected = 2 * (0.5 - grid.limit) + 2.0**-25
     print(f"\n{len(places)} of {size:,} refined; about {expected * size:.1f} expected")

@@ -61,7 +61,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(tokens)).mean(1))
+        scores: Tensor = self.head(self.encoder(self.embed(tokens)).mean(1))
+        return scores
 
 
 def residual(cin: int, stages: list[tuple[int, int]]) -> nn.Module:

@@ -29,7 +29,7 @@ from diminuendo.replicas.statistics import interval, paired
 from diminuendo.report import figures, html
 from diminuendo.report.figures import Panel, Series
 from diminuendo.report.text import rounded_up
-from diminuendo.training import PrivateGradients, Result, fit
+from diminuendo.training import PrivateGradients, Progress, Result, fit
 from diminuendo.tuning import FamilyResult, Shape, Space, TwoLayers
 
 EXAMPLES, HIDDEN, CLIP, RATE = 1000, 1000, 4.0, 0.1
@@ -138,7 +138,7 @@ def run(name: str, chosen: FamilyResult, sample: data.Sample, url: str) -> Train
         lr=chosen.lr,
         ledger=url,
         budget="digits",
-        after_step=watch,
+        progress=Progress(after_step=watch),
     )
     say(
         f"{name}: {result.steps} steps, ε = {rounded_up(result.epsilon)}, test accuracy "

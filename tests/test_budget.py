@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import mpmath
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, pld
 from hypothesis import given
 from hypothesis import strategies as st
 
 import diminuendo as dim
-from diminuendo.budget import CONVERSIONS, Conversion, delta_of, epsilon_of, gaussian_delta
+from diminuendo.budget import CONVERSIONS, Budget, Conversion, delta_of, epsilon_of, gaussian_delta
+from diminuendo.planning import optimal_sigmas
+from diminuendo.tuning import private_selection, private_tuning
 
 EPSILONS = (1e-4, 1e-3, 0.01, 0.1, 1.0, 4.0, 20.0, 50.0, 100.0)
 DELTAS = (1e-15, 1e-12, 1e-8, 1e-5, 1e-3, 0.1)
@@ -144,3 +148,32 @@ def test_nothing_spent_costs_nothing() -> None:
 def test_bad_input_names_what_was_wrong(fields: dict[str, object], name: str) -> None:
     with pytest.raises(dim.InputError, match=f"Expected {name} to be .*, got "):
         dim.Budget(**fields)  # type: ignore[arg-type]
+
+
+def test_a_pair_is_a_budget_everywhere() -> None:
+    """(ε, δ) is taken wherever a Budget goes; anything else is refused in words."""
+    pair, budget, step = (
+        (2, 1e-5),
+        Budget(epsilon=2, delta=1e-5),
+        dim.GaussianStep(noise_multiplier=10.0),
+    )
+    same: list[Callable[[Any], Any]] = [
+        lambda b: dim.plan(b, examples=1000, parameters=10, steps=3, gamma=0.9),
+        lambda b: dim.calibrate([1.0, 1.0], b).tolist(),
+        lambda b: dim.accounting.claim([step], b),
+        lambda b: dim.accounting.GaussianFilter(b).limit,
+        lambda b: dim.accounting.RenyiFilter(b, order=16).limit,
+        lambda b: dim.accounting.best_order(b, step),
+        lambda b: optimal_sigmas(np.array([1.0, 2.0]), b, 1.0).tolist(),
+        lambda b: dim.bounds.empirical_risk_table(b, examples=1000, parameters=10),
+        lambda b: dim.bounds.true_risk_table(b, examples=1000, parameters=10),
+        lambda b: private_tuning.share(b, 4, 1e4),
+        lambda b: private_selection.share(b, 4),
+    ]
+    for call in same:
+        assert call(pair) == call(budget)
+        for wrong in (2, "2", (2,), (2, 1e-5, 1), None):
+            with pytest.raises(dim.InputError, match="a Budget, or a pair"):
+                call(wrong)
+        with pytest.raises(dim.InputError, match="epsilon"):
+            call((-1, 1e-5))

@@ -31,6 +31,8 @@ NEEDING = {
     "from diminuendo.training.clipping import Engine": "torch",
     "import diminuendo as dim; dim.tune": "all",
     "from diminuendo.adapters.sklearn import PrivateClassifier": "torch,experiments",
+    "from diminuendo.adapters.opacus import PrivacyEngine": "torch",
+    "from diminuendo.adapters.opacus.inside import PlannedNoise": "torch",
     "from diminuendo.report import figures; figures.with_intervals([], 'x.svg')": "plots",
 }
 COMMANDS = (

@@ -54,6 +54,7 @@ _MODULES = ("accounting", "bounds", "influence", "ledger", "schedules")
 _LATER = {
     "diminuendo.influence": {"measure": "measuring", "spectrum_of": "measuring"},
     "diminuendo.spending": {"Ledger": "ledger"},
+    "diminuendo.training": {"learning_rate_for": "tuning"},
 }
 
 __all__ = [

@@ -3,11 +3,14 @@
 import sys
 
 from diminuendo.cli import main
+from diminuendo.cli.stdout import forgiving
 
 
 def run() -> None:
     """Run the command line and leave with its exit code."""
-    sys.exit(main())
+    with forgiving():
+        code = main()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,12 @@ from contextlib import contextmanager
 
 from diminuendo.errors import MissingExtra
 
-_PACKAGES = {"torch": "PyTorch", "sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
+_PACKAGES = {
+    "torch": "PyTorch",
+    "sklearn": "scikit-learn",
+    "dp_accounting": "dp-accounting",
+    "jax_privacy": "jax-privacy",
+}
 """The names under which people know these modules."""
 
 

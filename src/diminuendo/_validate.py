@@ -33,7 +33,7 @@ def real(
     if math.isfinite(number) and above < number < below and at_least <= number <= at_most:
         return number
     bounds = [
-        f"{words} {bound:g}"
+        f"{words} {bound:g}".replace("e+0", "e").replace("e+", "e")
         for words, bound in (
             ("above", above),
             ("at least", at_least),

@@ -112,8 +112,10 @@ def test_plan_for_learning_rates(capsys: pytest.CaptureFixture[str], tmp_path: P
     joint = run_json(capsys, *kappa, "--lr", "joint", "--steps", "8")
     assert len(joint["lr"]) == 8
     assert {"gain", "gain_error"} <= set(joint)
-    assert main([*kappa, "--lr", "cosine"]) == 2
-    assert "--steps" in capsys.readouterr().err
+    assert main([*kappa, "--lr", "cosin", "--steps", "8"]) == 2
+    assert "one of constant, linear, cosine, joint, got 'cosin'" in capsys.readouterr().err
+    assert main([*kappa, "--lr", str(tmp_path / "none.json"), "--steps", "8"]) == 2
+    assert "No such file" in capsys.readouterr().err
     assert main([*kappa, "--lr", "joint", "--steps", "8"]) == 0
     assert "gain" in capsys.readouterr().out
 

@@ -312,3 +312,94 @@ def test_groups_are_a_column_of_the_data(
     run_file.write_text(run_file.read_text().replace('"patient"', '"nobody"'))
     assert main(["train", str(run_file)]) == 2
     assert "one of patient, x, y, got 'nobody'" in capsys.readouterr().err
+
+
+def tables(folder: Path, suffix: str) -> None:
+    """The same kind of rows as train.npz, as train and test tables with a text target."""
+    rng = np.random.default_rng(1)
+    for name, rows in (("train", 50), ("test", 30)):
+        x = rng.standard_normal((rows, 4)).round(3)
+        sick = np.where(x[:, 0] > 0, "yes", "no")
+        columns = {f"x{i}": x[:, i] for i in range(4)} | {"sick": sick, "who": np.arange(rows)}
+        if suffix == "csv":
+            lines = [
+                ",".join(columns),
+                *(",".join(map(str, r)) for r in zip(*columns.values(), strict=True)),
+            ]
+            (folder / f"{name}.csv").write_text("\n".join(lines))
+        else:
+            pyarrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
+            from pyarrow.parquet import write_table
+
+            write_table(pyarrow.table(columns), folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_tables_and_a_test_set(
+    run_file: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables(run_file.parent, suffix)
+    data = (
+        f'path = "train.{suffix}"\ntarget = "sick"\nclasses = ["no", "yes"]\ngroups = "who"\n'
+        f'[test]\npath = "test.{suffix}"\npublic = true\n'
+    )
+    run_file.write_text(run_file.read_text().replace('path = "train.npz"\n', data))
+    assert main(["train", str(run_file)]) == 0
+    out = capsys.readouterr().out
+    facts = json.loads(Path("out/result.json").read_text())
+    assert facts["test"]["examples"] == 30
+    assert facts["test"]["public"] is True
+    assert "30 rows (stated to be public)" in out
+    assert "test scores" not in out
+    assert "Test set" in Path("out/report.html").read_text()
+    # the printed lines load the model, which scores the same
+    lines = out.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    state = torch.load("out/model.pt", weights_only=True)
+    assert all(torch.equal(state[k], v) for k, v in names["model"].state_dict().items())
+    assert main(["report", "out"]) == 0
+
+
+def test_scores_of_private_rows_are_not_covered(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez("held_out.npz", x=np.ones((7, 4), np.float32), y=np.ones(7, int))
+    run_file.write_text(run_file.read_text() + '[test]\npath = "held_out.npz"\n')
+    assert main(["train", str(run_file), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["test"]["accuracy"] in (0.0, 1.0)
+    assert any("the test scores: they were computed from 7 rows" in w for w in facts["not_covered"])
+    assert "not covered by the claim" in Path("out/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ('path = "train.csv"', "data.target"),
+        ('path = "train.csv"\ntarget = "ill"', "a column in target"),
+        ('path = "train.csv"\ntarget = "sick"', "a number in every row"),
+        ('path = "train.csv"\ntarget = "sick"\nclasses = ["no"]', "one of the 1 classes"),
+        ('path = "train.csv"\ntarget = "x0"', "target_type"),
+        ('path = "train.csv"\ntarget = "x0"\ntarget_type = "sum"', "one of class, number"),
+        ('path = "train.csv"\ntarget = "sick"\nfeatures = ["sick"]', "without the target"),
+        ('path = "train.npz"\ntarget = "y"', ".csv or .parquet"),
+        ('path = "train.npz"\n[test]\npath = "train.npz"', "another file than data.path"),
+        ('path = "train.npz"\n[test]\npath = "none.npz"', "test.path"),
+        ('path = "train.npz"\n[test]\npublic = true', "test.path or test.factory"),
+        ('path = "train.npz"\n[test]\npath = "wide.npz"', "made for each other"),
+    ],
+)
+def test_bad_tables_and_test_sets(
+    run_file: Path, data: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything is tried before the first step: nothing was spent, no folder was made."""
+    tables(run_file.parent, "csv")
+    np.savez("wide.npz", x=np.ones((7, 5), np.float32), y=np.ones(7, int))
+    run_file.write_text(run_file.read_text().replace('path = "train.npz"', data))
+    assert main(["train", str(run_file)]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+    assert not Path("out/result.json").exists()
+    assert not Path("out/checkpoint").exists()

@@ -164,7 +164,8 @@ def hugging(
 
 def hub(name: str, prefix: str, head: str, *rest: Any, **options: Any) -> None:
     dtype = options.pop("dtype", torch.float64)
-    make = functools.partial(hugging, prefix + head, prefix + "Config", *rest, dtype=dtype)
+    make: Callable[..., Parts] = functools.partial(hugging, prefix + head, prefix + "Config")
+    make = functools.partial(make, *rest, dtype=dtype)
     add(name, "transformers", make, **options)
 
 
@@ -269,7 +270,7 @@ def adapted(base: str, kind: str, **options: Any) -> Parts:
 
 
 LORA = {"r": 4, "lora_dropout": 0.0}
-for title, options in {
+ADAPTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LoRA on BERT": ("BERT", "LoraConfig", {**LORA, "target_modules": ["query", "value"]}),
     "LoRA on all linear layers": ("BERT", "LoraConfig", {**LORA, "target_modules": "all-linear"}),
     "LoRA on GPT-2": (
@@ -283,8 +284,8 @@ for title, options in {
     "prompt tuning": ("BERT", "PromptTuningConfig", {"num_virtual_tokens": 3}),
     "p-tuning": (
         "BERT", "PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
-}.items():  # fmt: skip
-    base, kind, details = options
+}  # fmt: skip
+for title, (base, kind, details) in ADAPTED.items():
     make = functools.partial(adapted, base, kind, **details)
     add(title, "peft", make, tol=1e-6 if base == "Llama" else 1e-10)
 
@@ -311,7 +312,7 @@ def from_timm(name: str, architecture: str, refused: str = "", **options: Any) -
     add(name, "timm", functools.partial(shown, build), refused=refused)
 
 
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 from_timm("ViT (timm)", "vit_tiny_patch16_224", **VIT)
 from_timm("EVA-02", "eva02_tiny_patch14_224", **VIT)
 from_timm("CaiT", "cait_xxs24_224", **VIT)

@@ -6,11 +6,12 @@ import warnings
 from typing import Any
 
 import torch
+from small_runs import grouped
 from torch import nn
 
 import diminuendo as dim
 from diminuendo import Budget
-from diminuendo.training import Checkpoints, fit
+from diminuendo.training import fit
 
 N, STEPS = 30, 24
 BUDGET = Budget(epsilon=4, delta=1e-5)
@@ -29,7 +30,5 @@ def data() -> tuple[Any, Any]:
 
 def train(url: str, made: dim.Plan, **options: Any) -> Any:
     loss = nn.CrossEntropyLoss(reduction="none")
-    settings = {"loss": loss, "lr": 0.5, "progress": False, "budget": "b", **options}
-    if "every" in settings:
-        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
+    settings = grouped({"loss": loss, "lr": 0.5, "budget": "b", **options})
     return fit(nn.Linear(4, 3), data(), made, ledger=url, **settings)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo.errors import DiminuendoError
-from diminuendo.training import Checkpoints, Result, fit
+from diminuendo.training import Checkpoints, Compute, Progress, Result, fit
 from diminuendo.training.clipping.certificate import ALLOWANCE
 from diminuendo.training.mechanism import ExactNoise, FastNoise, NoiseSource
 from diminuendo.training.mechanism.keys import Keys
@@ -91,11 +91,24 @@ def noisy(total: Tensor, std: float, seed: int, step: int = 0, noise: str = "exa
 
 
 def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Result:
-    """`fit` on the linear task; `every` says how often there is a checkpoint."""
-    settings = {"data": LINEAR.data(), "loss": LOSS, "lr": 0.5, "progress": False, **options}
-    if "every" in settings:
-        settings["folder"] = Checkpoints(settings["folder"], settings.pop("every"))
+    """`fit` on the linear task, with the arguments of `grouped`."""
+    settings = grouped({"data": LINEAR.data(), "loss": LOSS, "lr": 0.5, **options})
     return fit(model, settings.pop("data"), plan, **settings)
+
+
+def grouped(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `fit`, silent unless told otherwise; `every`, `after_step`, `micro_batch` and
+    `reveal_training_loss` go where they belong."""
+    rest = dict(options)
+    shown = Progress(
+        shown=rest.pop("progress", False),
+        after_step=rest.pop("after_step", None),
+        reveal_training_loss=rest.pop("reveal_training_loss", False),
+    )
+    compute = Compute(device=rest.pop("device", None), micro_batch=rest.pop("micro_batch", None))
+    if "every" in rest:
+        rest["folder"] = Checkpoints(rest["folder"], rest.pop("every"))
+    return {**rest, "progress": shown, "device": compute}
 
 
 def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:

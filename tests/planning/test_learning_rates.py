@@ -12,6 +12,7 @@ import pytest
 
 import diminuendo as dim
 from diminuendo import influence, schedules
+from diminuendo.planning import text
 from diminuendo.schedules import JointProblem
 
 BUDGET = dim.Budget(epsilon=4, delta=1e-8)
@@ -205,12 +206,17 @@ def test_gain_says_when_the_schedule_does_not_matter() -> None:
     paper = dim.plan(BUDGET, examples=1000, parameters=71010, clip=4, gamma=0.98, steps=100)
     assert paper.gain == pytest.approx(1 - paper.noise_ratio, rel=0.01)
     assert paper.gain_is_negligible is False
-    assert "less excess risk than uniform noise" in paper.summary()
+    assert "7.7% less excess risk than with uniform noise" in paper.summary()
     many = dim.plan((3, 1e-5), examples=60_000, parameters=39_690, gamma=0.98, steps=100)
+    assert many.gain is not None
     assert many.gain_is_negligible is True
-    assert "none to expect" in many.summary()
+    assert "too small to be seen" in many.summary()
+    added = many.gain / (1 - many.noise_ratio)
+    assert added < 0.05
+    assert f"uniform noise would add {100 * added:.2g}% in all" in many.summary()
     uniform = dim.plan(BUDGET, **LARGE, gamma=0.98, steps=100, schedule="uniform")
     assert uniform.gain == 0
+    assert "None to expect".lower() in uniform.summary()
 
 
 def test_ten_thousand_steps_and_a_hundred_eigenvalues() -> None:
@@ -273,3 +279,22 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
     unknown: dict[str, Any] = {"kapa": 20}
     with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'kapa'"):
         dim.plan(BUDGET, **LARGE, **unknown)
+
+
+def test_shapes_by_name() -> None:
+    for name, make in (("cosine", dim.influence.cosine), ("linear", dim.influence.linear)):
+        named = dim.plan(BUDGET, **LARGE, gamma=0.98, steps=20, lr=name)
+        assert named == dim.plan(BUDGET, **LARGE, gamma=0.98, steps=20, lr=make(20))
+    best = dim.plan(BUDGET, **LARGE, gamma=0.9, lr="cosine")  # over the T* of the bound
+    assert best.lr is not None
+    assert best.steps == dim.plan(BUDGET, **LARGE, gamma=0.9).steps == best.lr.size
+    for wrong in ("cosin", "", "step"):
+        with pytest.raises(dim.InputError, match="one of constant, linear, cosine, joint"):
+            dim.plan(BUDGET, **LARGE, gamma=0.98, steps=20, lr=wrong)
+
+
+def test_no_exponents_in_the_words() -> None:
+    """Percentages above 99 were once written as 1.2e+02%."""
+    for share, words in ((1.234, "123%"), (12.5, "1,250%"), (0.0774, "7.7%"), (5.2e-4, "0.052%")):
+        assert text.percent(share) == words
+    assert text.percent(1e-9) == "0.0%"

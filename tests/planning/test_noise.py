@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,3 +120,23 @@ def test_negligible_influence_follows_the_lemma() -> None:
     assert (np.diff(sigmas) <= 0).all()
     ratio = np.log(sigmas[110] / sigmas[120]) / np.log(q[120] / q[110])
     assert ratio == pytest.approx(0.25, rel=1e-6)
+
+
+@pytest.mark.parametrize(("epochs", "rate", "steps"), [(3, 1.0, 3), (2, 0.1, 20), (1.5, 0.3, 5)])
+def test_epochs_say_how_many_steps_there_are(epochs: float, rate: float, steps: int) -> None:
+    made = dim.plan(
+        (4, 1e-5), examples=100, parameters=9, gamma=0.9, epochs=epochs, sampling_rate=rate
+    )
+    same = dim.plan(
+        (4, 1e-5), examples=100, parameters=9, gamma=0.9, steps=steps, sampling_rate=rate
+    )
+    assert made == same
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"steps": 5}, {"sampling_rate": [0.1, 0.2]}, {"epochs": 0}, {"epochs": "two"}],
+)
+def test_epochs_that_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(dim.InputError, match="epochs"):
+        dim.plan((4, 1e-5), **{"examples": 100, "gamma": 0.9, "epochs": 2, **more})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from toys import CLASSES, LOSS, N, Normed, Recurrent, deep, logistic, make_data,
 import diminuendo as dim
 from diminuendo.replicas import Replica, initialise, study, train
 from diminuendo.training import PrivateDescent, fit
+from diminuendo.training.clipping import Automatic, Flat, PerLayer
 
 
 @cache
@@ -45,6 +47,7 @@ def trained(model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], own: Re
         plan,
         loss=LOSS,
         optimizer=optimizer,
+        clip={"flat": Flat, "automatic": Automatic, "per-layer": PerLayer}[own.clipping](own.clip),
         noise="fast",
         seed=own.seed,
         progress=False,
@@ -89,6 +92,21 @@ def check(model: Callable[[], nn.Module], replicas: list[Replica], **options: An
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_replicas_equal_the_trainer(model: Callable[[], nn.Module], rate: float) -> None:
     check(model, some_replicas(rate))
+
+
+@pytest.mark.parametrize(
+    "model", [logistic, mlp, deep, lambda: Normed().double(), lambda: Recurrent().double()]
+)
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_other_clipping_rules_equal_the_trainer_s_alone_and_mixed(
+    model: Callable[[], nn.Module], rate: float
+) -> None:
+    rules: list[Any] = ["automatic", "per-layer", "flat"]
+    mixed = [
+        replace(own, clipping=rule) for own, rule in zip(some_replicas(rate), rules, strict=True)
+    ]
+    check(model, mixed)
+    check(model, mixed[1:2])
 
 
 def test_models_beyond_batching_equal_the_trainer_too() -> None:

@@ -13,7 +13,7 @@ from small_runs import LOSS, gradient, noisy, weights
 from torch import nn
 
 import diminuendo as dim
-from diminuendo.training import Checkpoints, PrivateGradients, Result, fit
+from diminuendo.training import Checkpoints, Compute, PrivateGradients, Progress, Result, fit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -131,10 +131,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
             loss=LOSS,
             optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
             seed=7,
-            micro_batch=micro_batch,
             folder=None if folder is None else Checkpoints(folder, every=3),
-            progress=False,
-            after_step=after,
+            device=Compute(micro_batch=micro_batch),
+            progress=Progress(shown=False, after_step=after),
         )
 
     straight = make_model(torch.float32)

@@ -21,7 +21,7 @@ from torch import nn
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
 from diminuendo.spending import AdaptiveSpending
-from diminuendo.training import PrivateDescent, PrivateGradients, Released, fit
+from diminuendo.training import Checkpoints, PrivateDescent, PrivateGradients, Released, fit
 from diminuendo.training.progress import EpsilonSoFar
 
 N, D, STEPS = LINEAR.examples, LINEAR.features, LINEAR.steps
@@ -145,8 +145,8 @@ def after(step, private):
         os._exit(9)
 options = test_fit.{options}()
 plan = options.pop("plan") if "plan" in options else test_fit.make_plan()
-test_fit.run(test_fit.{model}(), plan, folder={folder!r}, every=5, after_step=after,
-             **options)
+test_fit.run(test_fit.{model}(), plan, folder={folder!r}, after_step=after,
+             **{{"every": 5, **options}})
 """
 
 
@@ -164,7 +164,7 @@ def kill_at(at: int, folder: Path, model: str = "make_model", options: str = "no
 def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
     plan = make_plan()
     kill_at(7, tmp_path)
-    assert json.loads((tmp_path / "journal.json").read_text())["reserved"] == 10
+    assert json.loads((tmp_path / "journal.json").read_text())["reserved"] == 8
     taken = []
     result = run(
         make_model(),
@@ -173,8 +173,9 @@ def test_with_fresh_noise_reserved_steps_stay_spent(tmp_path: Path) -> None:
         every=5,
         after_step=lambda step, private: taken.append(step),
     )
-    assert taken == list(range(11, STEPS + 1))
-    assert (result.steps, result.lost) == (STEPS, 5)
+    assert taken == list(range(9, STEPS + 1))
+    assert (result.steps, result.lost) == (STEPS, 4), "the checkpoint is of step 4"
+    assert result.reason.startswith("16 steps of the plan's 20 were taken; 4 steps were lost")
     assert sum(event.count for event in result.events) == STEPS
     assert result.epsilon <= 4
 
@@ -197,7 +198,29 @@ def test_an_error_costs_no_step_that_was_not_asked_for(tmp_path: Path) -> None:
         after_step=lambda step, private: taken.append(step),
     )
     assert taken == list(range(8, STEPS + 1))
-    assert result.lost == 7
+    assert result.lost == 3, "the checkpoint is of step 4"
+
+
+@pytest.mark.parametrize(("at", "spent"), [(0, 1), (1, 1), (3, 4), (13, 16)])
+def test_a_crash_costs_few_steps_at_the_start(tmp_path: Path, at: int, spent: int) -> None:
+    """By default: the first step alone is reserved before it is visible, then as many as taken."""
+    kill_at(at, tmp_path, options="default_checkpoints" if at else "dying_at_once")
+    result = run(make_model(), make_plan(), folder=tmp_path)
+    saved = spent // 2 if at > 1 else 0
+    assert result.lost == spent - saved
+    again = run(make_model(), make_plan(), folder=tmp_path)
+    assert again.lost == result.lost, "lost once"
+    assert f"{result.lost} step" in again.reason
+
+
+def default_checkpoints() -> dict[str, Any]:
+    return {"every": Checkpoints.every}
+
+
+def dying_at_once() -> dict[str, Any]:
+    """The first gradient is released, and nobody has seen the step come to its end."""
+    PrivateDescent.step = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    return default_checkpoints()
 
 
 def test_a_second_signal_stops_at_once_and_nothing_is_forgotten(tmp_path: Path) -> None:
@@ -274,7 +297,7 @@ def test_a_policy_resumes_bit_for_bit(tmp_path: Path) -> None:
 def test_what_a_policy_was_granted_before_a_crash_stays_spent(tmp_path: Path) -> None:
     kill_at(8, tmp_path, options="adaptive")
     journal = json.loads((tmp_path / "journal.json").read_text())
-    assert (journal["since"], journal["reserved"], len(journal["events"])) == (5, 8, 3)
+    assert (journal["since"], journal["reserved"], len(journal["events"])) == (4, 8, 4)
     taken = []
     result = run(
         make_model(),
@@ -284,9 +307,9 @@ def test_what_a_policy_was_granted_before_a_crash_stays_spent(tmp_path: Path) ->
         **adaptive(),
     )
     assert taken[0] == 9
-    assert result.lost == 3
+    assert result.lost == 4
     sigmas = [e.noise_multiplier for e in result.events for _ in range(e.count)]
-    assert sigmas[5:8] == [event["noise_multiplier"] for event in journal["events"]]
+    assert sigmas[4:8] == [event["noise_multiplier"] for event in journal["events"]]
     assert len(sigmas) == result.steps
     assert sum(sigma**-2 for sigma in sigmas) <= dim.Budget(epsilon=4, delta=1e-5).R
 
@@ -357,7 +380,7 @@ def test_resuming_with_a_rate_for_each_step(tmp_path: Path) -> None:
     kill_at(8, tmp_path, options="varied")
     plan = varied()["plan"]
     result = run(make_model(), plan, folder=tmp_path)
-    assert (result.steps, result.lost) == (STEPS, 5)
+    assert (result.steps, result.lost) == (STEPS, 4)
     assert result.events == plan.events
 
 
@@ -490,15 +513,28 @@ def test_old_arguments_work_and_say_what_to_write(tmp_path: Path) -> None:
             checkpoint_every=5,
         )
     assert (tmp_path / "run" / "checkpoint.pt").exists()
+    seen: list[int] = []
+    old: dict[str, tuple[Any, str]] = {
+        "workers": (0, r"Compute\(workers"),
+        "micro_batch": (7, r"Compute\(micro_batch"),
+        "after_step": (lambda step, private: seen.append(step), r"Progress\(after_step"),
+        "reveal_training_loss": (True, r"Progress\(reveal_training_loss"),
+    }
+    for name, (value, instead) in old.items():
+        options: dict[str, Any] = {"loss": LOSS, "lr": 0.5, "progress": False, name: value}
+        with pytest.warns(DeprecationWarning, match=instead):
+            result = fit(make_model(), make_data(), make_plan(), **options)
+        assert result.revealed is (name == "reveal_training_loss")
+    assert seen == list(range(1, STEPS + 1))
     ledger = dim.Ledger(tmp_path / "ledger.sqlite")
     (tmp_path / "data").write_text("1 2 3")
     tied_to = dim.ledger.identify(tmp_path / "data")
     ledger.create("b", dim.Budget(epsilon=4, delta=1e-5), data=tied_to)
-    options = {"ledger": ledger, "budget": "b"}
+    paid = {"ledger": ledger, "budget": "b"}
     with pytest.raises(dim.InputError, match="the data of the budget"):
-        run(make_model(), make_plan(), **options)
+        run(make_model(), make_plan(), **paid)
     with pytest.warns(DeprecationWarning, match=r"ledger\.pay"):
-        assert run(make_model(), make_plan(), source=tmp_path / "data", **options).status == "done"
+        assert run(make_model(), make_plan(), source=tmp_path / "data", **paid).status == "done"
     with pytest.raises(TypeError, match="colour"):
         run(make_model(), make_plan(), colour="red")
 

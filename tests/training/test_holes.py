@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import diminuendo as dim
 from diminuendo.errors import InputError, UsageError
+from diminuendo.spending import PlanSpending
 from diminuendo.training import PrivateGradients
-from diminuendo.training.sampling import Part
+from diminuendo.training.sampling import Part, draw
+from diminuendo.training.seeds import Seeds
 
 D = LINEAR.features
 MIXED = r"mixe[sd]"
@@ -110,6 +112,51 @@ def test_mixtures_of_examples(kind: str, before: bool) -> None:
     with pytest.raises(dim.DiminuendoError, match=MIXED):
         run(model, sampled(), seed=1)  # whose first draw has rows enough to mix
     assert all(torch.equal(part, state[name]) for name, part in model.state_dict().items())
+
+
+def _first_draws_of_at_most(rows: int, plan: dim.Plan) -> int:
+    """A seed whose first draws show nothing: so few rows."""
+    for seed in range(1000):
+        seeds, rate = Seeds.make(seed), float(plan.rates[0])
+        if all(len(draw(plan.examples, rate, seeds, step)) <= rows for step in range(2)):
+            return seed
+    raise AssertionError("no such seed")
+
+
+@pytest.mark.parametrize("kind", [*MIXTURES, "backward"])
+def test_mixtures_that_the_first_draws_are_too_small_to_show(kind: str) -> None:
+    """They were charged for the steps before the first draw that showed it."""
+    mix = MIXTURES.get(kind, lambda _, rows: _Backwards.apply(rows))  # type: ignore[no-untyped-call]
+    plan = sampled(0.04)
+    spending = PlanSpending(plan)
+    seed = _first_draws_of_at_most(1, plan)
+    if kind == "as many rows as columns":
+        seed = _first_draws_of_at_most(D - 1, plan)
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        run(Mixing(mix, before=False), plan, seed=seed, spending=spending)
+    assert spending.steps == 0, "nothing was charged"
+
+
+def test_trying_a_model_out_leaves_its_random_numbers_alone() -> None:
+    """A run with dropout goes on after a checkpoint as it would have without one."""
+    model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model.train()
+    with pytest.raises(StopIteration):
+        run(model, sampled(0.04), seed=2, after_step=_stop)
+    again = torch.get_rng_state()
+    torch.set_rng_state(before)
+    seeds = Seeds.make(2)
+    first = draw(LINEAR.examples, 0.04, seeds, 0)
+    if len(first):
+        model(LINEAR.data()[0][first])
+    assert torch.equal(torch.get_rng_state(), again)
+
+
+def _stop(step: int, private: PrivateGradients) -> None:
+    del step, private
+    raise StopIteration
 
 
 @pytest.mark.parametrize("before", [True, False])

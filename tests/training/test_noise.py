@@ -19,7 +19,7 @@ from diminuendo.report import run as run_report
 from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients
 from diminuendo.training.mechanism import ExactNoise, NoiseName, NoiseSource, NoisySum
-from diminuendo.training.mechanism.exact import Grid
+from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.sampling import draw
 from diminuendo.training.seeds import Seeds

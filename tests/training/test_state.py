@@ -112,7 +112,7 @@ def test_a_clean_stop_loses_nothing(tmp_path: Path) -> None:
     private, optimizer = made(plan, journal=journal)
     train(private, 5, optimizer)
     state = everything(private, optimizer)
-    assert json.loads(journal.read_text())["reserved"] == plan.steps
+    assert json.loads(journal.read_text())["reserved"] == 8
     private.close()
     assert json.loads(journal.read_text())["reserved"] == 5
     private, optimizer = gone_on(plan, state, journal=journal)
@@ -220,3 +220,58 @@ def test_a_journal_that_cannot_be_written_costs_the_step_and_releases_nothing(
     assert (private.charged, private.spending.steps) == (1, 1)
     train(private, plan.steps, optimizer)
     assert private.spending.granted == plan.events
+
+
+@pytest.mark.parametrize("state", [{}, {"plan": "x"}, None, [1]])
+def test_what_is_no_state_is_said_so(state: Any, tmp_path: Path) -> None:
+    private, optimizer = made(LINEAR.plan(), journal=tmp_path / "journal.json")
+    with pytest.raises(
+        dim.InputError, match=r"what private\.state_dict\(\) gave.*without examples"
+    ):
+        private.load_state_dict(state)
+    assert len(train(private, 2, optimizer)) == 2, "nothing has changed"
+
+
+@pytest.mark.parametrize(
+    ("rate", "sizes"), [(1.0, [1] * 20), (0.3, [4, 4, 4, 4, 4]), (0.1, [10, 10])]
+)
+def test_batches_come_epoch_by_epoch(rate: float, sizes: list[int]) -> None:
+    plan = LINEAR.plan(sampling_rate=rate, gamma=0.95)
+    private, optimizer = made(plan)
+    seen = []
+    while not private.finished:
+        seen.append(0)
+        for x, y in private.batches(LINEAR.data(), epochs=1):
+            private.backward(LOSS(private.model(x), y))
+            optimizer.step()
+            seen[-1] += 1
+    assert seen == sizes
+    assert private.spending.granted == plan.events
+    assert list(private.batches(LINEAR.data(), epochs=1)) == []
+    with pytest.raises(dim.InputError, match="epochs"):
+        next(private.batches(LINEAR.data(), epochs=0))
+
+
+def test_epochs_of_a_seeded_run_are_the_run_itself() -> None:
+    plan = LINEAR.plan(sampling_rate=0.3, gamma=0.95)
+    straight, optimizer = made(plan, seed=3)
+    train(straight, plan.steps, optimizer)
+    parts, optimizer = made(plan, seed=3)
+    while not parts.finished:
+        for x, y in parts.batches(LINEAR.data(), epochs=1.5):
+            parts.backward(LOSS(parts.model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(weights(parts.model), weights(straight.model))
+
+
+def test_a_policy_s_epochs_end_with_its_budget() -> None:
+    spending = AdaptiveSpending(GaussianFilter(BUDGET))
+    private, optimizer = made(LINEAR.plan(), spending=spending, policy=lambda _: 10.0)
+    epochs = 0
+    while not private.finished:
+        epochs += 1
+        for x, y in private.batches(LINEAR.data(), epochs=1):
+            private.backward(LOSS(private.model(x), y))
+            optimizer.step()
+    assert epochs == private.step == private.spending.steps > 20

@@ -18,12 +18,14 @@ from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.accounting.subsampled import closed_form
-from diminuendo.budget import Budget, Relation
+from diminuendo.budget import Budget, Relation, as_budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
 LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
 """What subsampled steps are certified for; σ above the most counts as the most."""
+TOLERANCE = 5e-4
+"""How far a certified ε of subsampled steps may be above the exact one, about, as a share of it."""
 
 T = TypeVar("T")
 
@@ -61,15 +63,16 @@ class Releases(NamedTuple):
         """An upper bound on Σ count/σ²: the cost of full-batch steps."""
         return gaussian.spent(self.sigmas / np.sqrt(self.counts))
 
-    def epsilon(self, delta: float, relation: Relation) -> float:
-        """An upper bound on ε at δ."""
+    def epsilon(self, delta: float, relation: Relation, *, tolerance: float = TOLERANCE) -> float:
+        """An upper bound on ε at δ; subsampled, about within this share of the exact one."""
         if self.sigmas.size == 0:
             return 0.0
         if self.full_batch:
             return budget.epsilon_of(self.spent, delta=delta, relation=relation)
         if relation == "replace-one":
-            return self._replace_one_epsilon(delta)
-        return _certified(lambda: subsampled.epsilon_upper(*self._reach(), delta))
+            return self._replace_one_epsilon(delta, tolerance)
+        reach = self._reach()
+        return _certified(lambda: subsampled.epsilon_upper(*reach, delta, tolerance=tolerance))
 
     def claim(self, budget: Budget) -> float:
         """The ε that may be claimed at the budget's δ, relation and conversion."""
@@ -98,7 +101,7 @@ class Releases(NamedTuple):
             return Bracket(lower, max(self.epsilon(delta, "add-remove"), lower))
         return Bracket(*_certified(lambda: subsampled.epsilon_bounds(*self._reach(), delta)))
 
-    def _replace_one_epsilon(self, delta: float) -> float:
+    def _replace_one_epsilon(self, delta: float, tolerance: float) -> float:
         """Replacing is removing and adding: (ε, δ) for one gives (2ε, (1 + e^ε)δ) for both.
 
         So an ε is wanted whose own δ leaves room for the factor: approached along the secant, and
@@ -108,7 +111,8 @@ class Releases(NamedTuple):
         for _ in range(60):
             if half > 300:
                 break
-            needed = self.epsilon(delta / (1 + math.exp(half)), "add-remove")
+            share = delta / (1 + math.exp(half))
+            needed = self.epsilon(share, "add-remove", tolerance=tolerance)
             if needed <= half:
                 return 2 * half
             growth = 0.0
@@ -137,7 +141,7 @@ def releases(sigmas: ArrayLike, sampling_rate: ArrayLike = 1.0) -> Releases:
     return Releases(keys.real.copy(), keys.imag.copy(), counts.astype(np.float64))
 
 
-def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
+def claim(events: Iterable[GaussianStep], budget: Budget | tuple[float, float]) -> float:
     """The ε ≥ 0 that may be claimed for these events together, by the budget's terms.
 
     A certified upper bound for an adversary who sees every step, at the budget's δ and neighbouring
@@ -145,7 +149,7 @@ def claim(events: Iterable[GaussianStep], budget: Budget) -> float:
     batch, by the certified bounds for Poisson sampling otherwise. The events must have been fixed
     in advance; for σ chosen while training, what a filter guarantees is the claim.
     """
-    return of_events(events).claim(budget)
+    return of_events(events).claim(as_budget(budget))
 
 
 def of_events(events: Iterable[GaussianStep]) -> Releases:

@@ -30,7 +30,7 @@ import numpy as np
 
 from diminuendo import _validate
 from diminuendo.accounting import renyi
-from diminuendo.budget import Budget, Conversion, Relation
+from diminuendo.budget import Budget, Conversion, Relation, as_budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
@@ -135,7 +135,8 @@ class GaussianFilter(_Filter):
 
     kind = "gaussian"
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget | tuple[float, float]) -> None:
+        budget = as_budget(budget)
         super().__init__(budget, budget.mu**2 * (1 - 1e-15))
 
     def costs(self, steps: Sequence[GaussianStep]) -> list[int]:
@@ -173,7 +174,8 @@ class RenyiFilter(_Filter):
 
     kind = "renyi"
 
-    def __init__(self, budget: Budget, *, order: int) -> None:
+    def __init__(self, budget: Budget | tuple[float, float], *, order: int) -> None:
+        budget = as_budget(budget)
         self.order = _validate.count("order", order, at_least=2, at_most=4096)
         limit = budget.epsilon - renyi.offset(self.order, budget.delta)
         if limit <= 0:
@@ -231,9 +233,9 @@ def _divergence(
     return (order - 0.5) / (order - 1) * removed + added
 
 
-def best_order(budget: Budget, typical: GaussianStep) -> int:
+def best_order(budget: Budget | tuple[float, float], typical: GaussianStep) -> int:
     """The order at which steps like `typical` can be repeated most often within the budget."""
-    sigma = np.array([typical.noise_multiplier])
+    budget, sigma = as_budget(budget), np.array([typical.noise_multiplier])
     room = {
         order: (budget.epsilon - renyi.offset(order, budget.delta))
         / float(_divergence(budget, order, sigma, typical.sampling_rate)[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diminuendo import _validate
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.influence import momentum_split
 
 
@@ -76,7 +76,7 @@ def _terms(
 
 
 def empirical_risk_table(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     *,
     examples: int,
     parameters: int,
@@ -88,7 +88,7 @@ def empirical_risk_table(
 
     κ and β decide only whether T = κ ln(N²R/D) lies past the momentum split T̂.
     """
-    z = _terms(budget, examples, parameters, failure, 1.0, kappa, beta)
+    z = _terms(as_budget(budget), examples, parameters, failure, 1.0, kappa, beta)
     N, D, L, base = z.N, z.D, z.loose, z.base
     streaming = D**2 * math.log(1 / z.failure) ** 2 / (L * N)
     adam = math.sqrt(D) * math.log(N * D * z.epsilon / (1 - z.failure)) / (N * L)
@@ -108,7 +108,7 @@ def empirical_risk_table(
 
 
 def true_risk_table(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     *,
     examples: int,
     parameters: int,
@@ -118,7 +118,7 @@ def true_risk_table(
     beta: float = 0.9,
 ) -> list[Row]:
     """Table 2: excess true risk under strong convexity, for 1-smooth and 1-Lipschitz losses."""
-    z = _terms(budget, examples, parameters, failure, strong_convexity, kappa, beta)
+    z = _terms(as_budget(budget), examples, parameters, failure, strong_convexity, kappa, beta)
     N, D, L, p, base = z.N, z.D, z.loose, z.failure, z.base
     repeats = math.log(1 / p)
     advanced = math.sqrt(D) * z.log_n**2 * repeats / (p * z.mu * N * L)

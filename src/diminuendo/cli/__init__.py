@@ -14,9 +14,12 @@ import typer
 from diminuendo import __version__
 from diminuendo.cli import (
     account,
+    audit,
     bounds,
     budget,
+    compare,
     ledger,
+    page,
     plan,
     report,
     reproduce,
@@ -34,7 +37,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (budget, account, plan, bounds, train, tune, reproduce, ledger, report):
+_COMMANDS = (
+    budget,
+    account,
+    plan,
+    page,
+    bounds,
+    train,
+    tune,
+    audit,
+    compare,
+    reproduce,
+    ledger,
+    report,
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 

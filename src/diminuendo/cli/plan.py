@@ -18,6 +18,7 @@ from diminuendo.cli.options import (
     working,
 )
 from diminuendo.errors import InputError
+from diminuendo.influence.learning_rates import check_name
 from diminuendo.planning import SCHEDULES
 from diminuendo.planning import plan as make_plan
 
@@ -36,6 +37,9 @@ def plan(
     ] = None,
     clip: Annotated[float, typer.Option(help="Norm to which each gradient is clipped.")] = 1.0,
     steps: Annotated[str, typer.Option(help="T, or auto for the best by the bound.")] = "auto",
+    epochs: Annotated[
+        float | None, typer.Option(help="In place of --steps: epochs/rate steps.")
+    ] = None,
     kappa: Annotated[float | None, typer.Option(help="Condition number of the loss.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Convergence rate, 1 − 1/κ.")] = None,
     spectrum: Annotated[
@@ -62,8 +66,8 @@ def plan(
     lr: Annotated[
         str | None,
         typer.Option(
-            help="Learning rates that training will use: cosine or linear (from 1 to 0, with "
-            "--steps), a JSON or CSV file with one for each step, or joint to plan them too. In "
+            help="Learning rates that training will use: constant, cosine or linear (from 1 to "
+            "0), a JSON or CSV file with one for each step, or joint to plan them too. In "
             "units of 1/M; with --spectrum, of one over an eigenvalue."
         ),
     ] = None,
@@ -93,6 +97,7 @@ def plan(
             parameters=parameters,
             clip=clip,
             steps=_steps(steps),
+            epochs=epochs,
             kappa=kappa,
             gamma=gamma,
             spectrum=None
@@ -109,7 +114,7 @@ def plan(
             schedule=schedule,
             fall=fall,
             sampling_rate=_rates(sampling_rate),
-            lr=None if lr is None else _learning_rates(lr, steps),
+            lr=None if lr is None else _learning_rates(lr),
             max_lr=max_lr,
         )
     if output is not None:
@@ -130,20 +135,15 @@ def _steps(text: str) -> int | Literal["auto"]:
         raise InputError('a whole number or "auto"', name="--steps", value=text) from None
 
 
-def _learning_rates(text: str, steps: str) -> Any:
-    """ "joint", a named shape over --steps, one number, or what a file holds."""
-    shapes = {"cosine": influence.cosine, "linear": influence.linear}
-    if text == "joint":
-        return text
-    if text in shapes:
-        length = _steps(steps)
-        if isinstance(length, str):
-            raise InputError("a whole number where --lr names a shape", name="--steps", value=steps)
-        return shapes[text](length)
+def _learning_rates(text: str) -> Any:
+    """A shape's name, "joint", one number, or what a file holds."""
     try:
         return float(text)
     except ValueError:
+        pass
+    if Path(text).suffix or Path(text).exists():
         return _files.read_numbers(text, name="lr", hint="One learning rate for each step.")
+    return check_name(text, also=("joint",))
 
 
 def _rates(text: str) -> float | list[float]:

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    part: Annotated[str, typer.Argument(help="figure, tables or all.")],
+    part: Annotated[str, typer.Argument(help="figure, tables, joint or all.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for all results.")],
     quick: Annotated[
         bool, typer.Option("--quick", help="Three minutes on two cores: few repeats, small N.")
@@ -35,11 +35,20 @@ def reproduce(
             "--fetch", help="Fetch the full MNIST once, into --data-dir or the cache folder."
         ),
     ] = False,
+    public_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="For joint: a folder with public images in MNIST's form (Fashion-MNIST, say), on "
+            "which its settings are tuned; synthetic data without it."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Reproduce the paper's figure and tables: JSON, CSV, pictures, and a page about them.
+    """Reproduce the paper's figure and tables, and compare noise, learning rate and model.
+
+    Writes JSON, CSV, pictures, and a page about them.
 
     Without --data-dir or --fetch it uses 5,000 embedded digits. An interrupted run resumes when
     the same command is given again.
@@ -48,6 +57,7 @@ def reproduce(
     """
     need_torch(device)
     from diminuendo.paper import data, setting
+    from diminuendo.paper.digits import public_images
     from diminuendo.paper.reproduction import reproduce as reproduce_parts
     from diminuendo.paper.results import PARTS
 
@@ -57,6 +67,7 @@ def reproduce(
     amount = make() if repeats is None else make(repeats)
     with working("reading the digits"):
         digits = data.load(data_dir, fetch=fetch)
+        public = None if public_dir is None else public_images(public_dir)
 
     def say(line: str) -> None:
         if progress:
@@ -66,12 +77,13 @@ def reproduce(
         out,
         amount,
         data=digits.source,
+        public=None if public is None else public.source,
         device=device,
         progress=progress and console.is_terminal,
         say=say,
     )
     parts = [name for name in PARTS if part in (name, "all")]
-    results, page = reproduce_parts(digits, run, parts)
+    results, page = reproduce_parts(digits, run, parts, public=public)
     if as_json:
         print_json({"page": str(page), "out": str(out), **results.to_dict()})
         return
@@ -80,6 +92,22 @@ def reproduce(
             "Test accuracy at (4, 1e-8), means with 95% intervals",
             ["", "N", "training loss", "test accuracy"],
             [_row(cell) for cell in results.figure.cells],
+        )
+    if results.joint is not None:
+        print_table(
+            "Test accuracy, means with 95% intervals; * is what the tool chooses",
+            ["", "N", "(ε, δ)", "model", "method", "test accuracy"],
+            [
+                [
+                    cell.task,
+                    str(cell.examples),
+                    f"({cell.epsilon:g}, {cell.delta:g})",
+                    cell.model,
+                    f"{cell.method}{' *' if cell.chosen else ''}",
+                    str(cell.test_accuracy),
+                ]
+                for cell in results.joint.cells
+            ],
         )
     typer.echo(f"The page: {page}")
 

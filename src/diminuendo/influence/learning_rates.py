@@ -20,20 +20,26 @@ from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 
 LearningRates = float | ArrayLike | Callable[..., Any]
-"""What `lr=` takes: a number, η_1…η_T, a function of t = 1…T, or a scheduler's factory."""
+"""What `lr=` takes: a number, η_1…η_T, a shape's name, a function of t, a scheduler's factory."""
+
+NAMED = ("constant", "linear", "cosine")
+"""Shapes that `lr=` takes by name: from 1 in the first step, the last two towards 0."""
 
 
 def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) -> Vector:
     """η_1…η_T, nonnegative, finite and not all zero.
 
-    lr      one number for all steps; an array with one for each; a function of t = 1…T; or a
-            function that takes a PyTorch optimizer and returns a scheduler. The optimizer that it
-            gets has learning rate 1, so the result is in the unit that `lr` is counted in.
+    lr      one number for all steps; an array with one for each; the name of a shape in `NAMED`;
+            a function of t = 1…T; or a function that takes a PyTorch optimizer and returns a
+            scheduler. The optimizer that it gets has learning rate 1, so the result is in the unit
+            that `lr` is counted in.
     steps   T
     limit   the longest step that is stable; a longer one raises InputError
     """
     steps = _validate.count("steps", steps)
-    if callable(lr):
+    if isinstance(lr, str):
+        values = {"constant": constant, "linear": linear, "cosine": cosine}[check_name(lr)](steps)
+    elif callable(lr):
         values = _from_function(lr, steps)
     elif np.ndim(lr) == 0:
         values = np.full(steps, _validate.positive("lr", lr))
@@ -50,6 +56,16 @@ def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) ->
         raise InputError("above zero in some step", name="lr", value=0.0)
     check_stable(values, limit)
     return values
+
+
+def check_name(name: str, *, also: tuple[str, ...] = ()) -> str:
+    """The name of a shape of learning rates, or of what else the caller takes."""
+    return _validate.choice(
+        "lr",
+        name,
+        (*NAMED, *also),
+        remedy="Or give a list with one learning rate for each step, or one number for all.",
+    )
 
 
 def check_stable(values: Vector, limit: float) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import urllib.request
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 
@@ -32,7 +32,7 @@ _EMBEDDED_POOL = 300
 @dataclass(frozen=True)
 class _File:
     stem: str
-    sha256: str
+    sha256: str | None
     shape: tuple[int, ...]
 
     @property
@@ -64,6 +64,28 @@ _FILES = {
     "test_labels": _File(
         "t10k-labels-idx1-ubyte",
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        (10_000,),
+    ),
+}
+_FASHION = {
+    "train_images": _File(
+        "train-images-idx3-ubyte",
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        (60_000, 28, 28),
+    ),
+    "train_labels": _File(
+        "train-labels-idx1-ubyte",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        (60_000,),
+    ),
+    "test_images": _File(
+        "t10k-images-idx3-ubyte",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        (10_000, 28, 28),
+    ),
+    "test_labels": _File(
+        "t10k-labels-idx1-ubyte",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
         (10_000,),
     ),
 }
@@ -108,16 +130,43 @@ def embedded() -> Digits:
 
 def from_folder(folder: str | Path) -> Digits:
     """The full MNIST from a folder with its four IDX files, gzipped or not."""
+    return _from_folder(folder, _FILES, "MNIST")
+
+
+def fashion_from_folder(folder: str | Path) -> Digits:
+    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017) from a folder with its four IDX files."""
+    return _from_folder(folder, _FASHION, "Fashion-MNIST")
+
+
+def _from_folder(folder: str | Path, files: dict[str, _File], name: str) -> Digits:
     place = Path(folder)
     if not place.is_dir():
         raise InputError("a folder", name="the data folder", value=str(folder), remedy=_needed())
-    parts = {name: _read(place, file) for name, file in _FILES.items()}
+    parts = {part: _read(place, file) for part, file in files.items()}
     return Digits(
         parts["train_images"].reshape(60_000, 784),
         parts["train_labels"],
         parts["test_images"].reshape(10_000, 784),
         parts["test_labels"],
-        "MNIST: 60,000 to draw from, 10,000 for testing",
+        f"{name}: 60,000 to draw from, 10,000 for testing",
+    )
+
+
+def public_images(folder: str | Path) -> Digits:
+    """Other images in MNIST's form (Fashion-MNIST, say) from a folder with four files of its names.
+
+    Their content is not checked, only their shape.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise InputError("a folder", name="the public folder", value=str(folder), remedy=_needed())
+    parts = {name: _read(place, replace(file, sha256=None)) for name, file in _FILES.items()}
+    return Digits(
+        parts["train_images"].reshape(60_000, 784),
+        parts["train_labels"],
+        parts["test_images"].reshape(10_000, 784),
+        parts["test_labels"],
+        f"public images in MNIST's form, from the folder {place.name}",
     )
 
 
@@ -166,9 +215,9 @@ def _parse(content: bytes, file: _File, *, source: str) -> Pixels:
             value=source,
             remedy=f"It says {shape} in {len(content)} bytes. {remedy}",
         )
-    if hashlib.sha256(content).hexdigest() != file.sha256:
+    if file.sha256 is not None and hashlib.sha256(content).hexdigest() != file.sha256:
         raise InputError(
-            "MNIST's own content, by its SHA-256", name=file.stem, value=source, remedy=remedy
+            "the published content, by its SHA-256", name=file.stem, value=source, remedy=remedy
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 

@@ -26,7 +26,7 @@ from diminuendo.replicas.engine import train
 from diminuendo.replicas.replica import Outcome, Replica
 from diminuendo.replicas.statistics import examples_needed, interval, paired
 from diminuendo.tuning.auxiliary import Shape, gaussian
-from diminuendo.tuning.auxiliary_tuning import tune
+from diminuendo.tuning.choosing import tune
 from diminuendo.tuning.networks import TwoLayers
 from diminuendo.tuning.space import Candidate, CurveOf, make_plan
 

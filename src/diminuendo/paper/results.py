@@ -14,8 +14,8 @@ from diminuendo.replicas.statistics import Interval
 
 Metric = Literal["train_loss", "test_loss", "test_accuracy"]
 METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")
-Part = Literal["figure", "tables"]
-PARTS: tuple[Part, ...] = ("figure", "tables")
+Part = Literal["figure", "tables", "joint"]
+PARTS: tuple[Part, ...] = ("figure", "tables", "joint")
 FILE = "results.json"
 
 
@@ -188,15 +188,84 @@ class TableResults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JointCell:
+    """One model trained in one way at one budget: its settings and what the runs reached.
+
+    method           "uniform", "fading" (noise), "falling" (learning rate) or "joint"
+    chosen           whether this is what the tool chooses: the model that does best on auxiliary
+                     data, everything tuned together
+    fall, lr_fall    σ_T/σ_1 and η_T/η_1; 1 where they do not fall
+    auxiliary_error  the model's best error rate on the auxiliary data that it was tuned on
+    spent            certified ε of one run
+    failed           how many runs were not finite; they are left out of the means
+    against_uniform  paired difference in test accuracy to the same model under "uniform"; zero for
+                     a model that was run in one way only
+    """
+
+    task: str
+    examples: int
+    epsilon: float
+    delta: float
+    model: str
+    parameters: int
+    method: str
+    chosen: bool
+    steps: int
+    lr: float
+    lr_shape: str
+    lr_fall: float
+    fall: float
+    clip: float
+    clipping: str
+    momentum: float
+    auxiliary_error: float
+    spent: float
+    failed: int
+    train_loss: Interval
+    test_accuracy: Interval
+    against_uniform: Interval
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> JointCell:
+        """The cell that these JSON values describe."""
+        names = ("train_loss", "test_accuracy", "against_uniform")
+        return cls(**{**_known(cls, data), **{name: _interval(data[name]) for name in names}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointResults:
+    """Noise, learning rate and model together.
+
+    data, public   by task: where the data come from, and what tuning saw instead
+    """
+
+    data: Mapping[str, str]
+    public: Mapping[str, str]
+    repeats: int
+    cells: Sequence[JointCell]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> JointResults:
+        """The results that these JSON values describe."""
+        cells = [JointCell.from_dict(one) for one in data["cells"]]
+        return cls(**{**_known(cls, data), "cells": cells})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """A reproduction's results; a part that was not run is None."""
 
     figure: FigureResults | None = None
     tables: TableResults | None = None
+    joint: JointResults | None = None
 
     def merged(self, newer: Results) -> Results:
         """These results with the parts of newer ones in place of their own."""
-        return Results(figure=newer.figure or self.figure, tables=newer.tables or self.tables)
+        return Results(
+            figure=newer.figure or self.figure,
+            tables=newer.tables or self.tables,
+            joint=newer.joint or self.joint,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The parts that were run, as JSON values; numbers that are not finite become None."""
@@ -205,10 +274,11 @@ class Results:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Results:
         """The results that these JSON values describe."""
-        figure, tables = data.get("figure"), data.get("tables")
+        figure, tables, joint = (data.get(name) for name in PARTS)
         return cls(
             figure=None if figure is None else FigureResults.from_dict(figure),
             tables=None if tables is None else TableResults.from_dict(tables),
+            joint=None if joint is None else JointResults.from_dict(joint),
         )
 
     @classmethod

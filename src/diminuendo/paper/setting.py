@@ -11,6 +11,68 @@ from typing import Any
 from diminuendo import _files, _validate
 from diminuendo.errors import InputError
 
+PAPER = "paper's network"
+"""The network with 1000 hidden units, by this name in the part `joint`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointTask:
+    """One task of the part `joint`.
+
+    name      the task
+    cells     (N, ε, δ), in the order in which they are run
+    models    chosen from: "linear", "hidden 32", …
+    compared  the models that are run in all four ways; others only where they are chosen
+    paper     (N, ε) of the cells in which the paper's network is compared and chosen from, too
+    """
+
+    name: str
+    cells: tuple[tuple[int, float, float], ...]
+    models: tuple[str, ...] = ("linear", "hidden 128")
+    compared: tuple[str, ...] = ("linear",)
+    paper: tuple[tuple[int, float], ...] = ()
+
+
+BUDGETS = ((1.0, 1e-5), (4.0, 1e-8), (8.0, 1e-5))
+
+
+def _grid(*examples: int) -> tuple[tuple[int, float, float], ...]:
+    return tuple((n, *budget) for n in examples for budget in BUDGETS)
+
+
+JOINT = (
+    JointTask(
+        name="MNIST",
+        cells=(
+            *_grid(500),
+            *(cell for cell in _grid(1000) if cell[1] != 4),
+            (3000, 1.0, 1e-5),
+            (4000, 8.0, 1e-5),
+            *(cell for cell in _grid(2000) if cell[1] != 4),
+        ),
+        paper=((500, 4.0),),
+    ),
+    JointTask(name="breast cancer", cells=_grid(400), models=("linear", "hidden 32")),
+    JointTask(name="MNIST35", cells=_grid(250, 500, 1000), models=("linear", "hidden 32")),
+    JointTask(  # the longest last
+        name="MNIST",
+        cells=((1000, 4.0, 1e-8), (2000, 4.0, 1e-8)),
+        paper=((1000, 4.0), (2000, 4.0)),
+    ),
+)
+QUICK_JOINT = (
+    JointTask(name="breast cancer", cells=((400, 1.0, 1e-5),), models=("linear", "hidden 32")),
+    JointTask(name="MNIST", cells=((500, 4.0, 1e-8),), models=("linear", "hidden 32")),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds of proposals, and runs of each candidate, of `tuning.tune`."""
+
+    rounds: int
+    repeats: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -24,6 +86,9 @@ class Setting:
     influence_points   how many steps are measured
     hidden             hidden units of the network
     grids              by task: (numbers of examples, the one at which all variants are run)
+    joint              the cells of the part `joint`
+    joint_effort       how much is tried for each of their models
+    joint_large        parameters × examples from which on less is tried
     """
 
     repeats: int = 100
@@ -35,6 +100,9 @@ class Setting:
     influence_points: int = 10
     hidden: int = 1000
     grids: Mapping[str, tuple[tuple[int, ...], int]]
+    joint: tuple[JointTask, ...] = JOINT
+    joint_effort: tuple[Effort, Effort] = (Effort(5, 6), Effort(3, 4))
+    joint_large: int = 4_000_000
 
     def __post_init__(self) -> None:
         _validate.count("repeats", self.repeats, at_least=2)
@@ -59,6 +127,8 @@ def quick(repeats: int = 8) -> Setting:
         influence_repeats=4,
         influence_points=6,
         grids={"MNIST35": ((250, 500), 500), "MNIST": ((500,), 500)},
+        joint=QUICK_JOINT,
+        joint_effort=(Effort(2, 3), Effort(1, 2)),
     )
 
 
@@ -123,10 +193,14 @@ class Run:
         setting: Setting,
         *,
         data: str,
+        public: str | None = None,
         device: str | None = None,
         progress: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> Run:
-        """A run whose parts are kept in this folder; `data` says where the digits come from."""
-        folder = ResultsFolder(path, {"data": data, **asdict(setting)})
+        """A run whose parts are kept in this folder.
+
+        `data` says where the digits come from, `public` where those do that `joint` is tuned on.
+        """
+        folder = ResultsFolder(path, {"data": data, "public": public, **asdict(setting)})
         return cls(folder, setting, device, progress, say)

@@ -22,6 +22,17 @@ class Gain(NamedTuple):
     error: float
 
 
+def influence_at(speed: float, influence: Vector, lr: Vector | None) -> Vector:
+    """q_1…q_T of a run that forgets noise `speed` times as fast: q_t/η_t² to that power.
+
+    The last step's influence, and with it the scale, stays as it is.
+    """
+    entering = np.ones_like(influence) if lr is None else np.maximum(lr, 1e-100) ** 2
+    kept = influence / entering
+    largest = float(kept.max())
+    return np.asarray(entering * (kept / largest) ** speed * largest)
+
+
 def expected_gain(
     bias: float,
     influence: Vector,
@@ -42,12 +53,9 @@ def expected_gain(
     The error is the larger of half a percent and what is lost of the gain if the run forgets noise
     half or twice as fast as was planned for: if q_t/η_t² is its square root or its square.
     """
-    entering = np.ones_like(influence) if lr is None else np.maximum(lr, 1e-100) ** 2
-    kept = influence / entering
-    largest = float(kept.max())
 
     def gain(speed: float) -> float:
-        q = entering * (kept / largest) ** speed * largest
+        q = influence_at(speed, influence, lr)
         left = bias + per_noise * float(np.sum(q * uniform**2))
         return per_noise * float(np.sum(q * (uniform**2 - planned**2))) / max(left, 1.0)
 

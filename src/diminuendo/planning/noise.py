@@ -17,7 +17,7 @@ from diminuendo.accounting.calibrate import (
     roughly_scaled,
 )
 from diminuendo.accounting.subsampled import DeltaModel
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
 from diminuendo.planning.value import PlanWarning
 
@@ -67,7 +67,7 @@ def scheduled_sigmas(
 
 def optimal_sigmas(
     influence: Vector,
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     sampling_rate: float | Vector,
     *,
     uniform: Vector | None = None,
@@ -79,6 +79,7 @@ def optimal_sigmas(
     by the certified accountant. At more rates: the best of uniform noise on the sum, uniform noise
     on the mean and the lemma's shape.
     """
+    budget = as_budget(budget)
     if isinstance(sampling_rate, float) and sampling_rate == 1:
         return schedules.optimal(influence, budget.R)
     rates = np.broadcast_to(np.asarray(sampling_rate, dtype=np.float64), influence.shape)

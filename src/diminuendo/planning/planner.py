@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal, Protocol, Unpack
 
@@ -13,7 +14,7 @@ from diminuendo._validate import Vector
 from diminuendo.bounds import landscape, runs
 from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import InputError
-from diminuendo.influence.learning_rates import LearningRates
+from diminuendo.influence.learning_rates import LearningRates, check_name
 from diminuendo.planning import text
 from diminuendo.planning.constants import Constants, Guesses
 from diminuendo.planning.gain import expected_gain
@@ -50,6 +51,7 @@ def plan(
     parameters: int | None = None,
     clip: float = 1.0,
     steps: int | Literal["auto"] = "auto",
+    epochs: float | None = None,
     kappa: float | None = None,
     gamma: float | None = None,
     spectrum: ArrayLike | MeasuredSpectrum | None = None,
@@ -69,6 +71,8 @@ def plan(
     clip            C, the norm to which each example's gradient is clipped (max grad norm)
     steps           T, or "auto": as many as sampling_rate or lr has numbers, else the T* that
                     minimises the bound
+    epochs          in place of steps: how often each example takes part on average. Full batches
+                    take that many steps, a sampling rate p takes epochs/p, rounded up
     kappa, gamma, spectrum, influence
                     what is known about the loss, at most one of them: the condition number κ ≥ 1,
                     the convergence rate γ = 1 − 1/κ in [0, 1), the Hessian's eigenvalues (or what
@@ -77,10 +81,11 @@ def plan(
     schedule        "optimal", a named shape, a function of t, or an array of T numbers
     fall            σ_T/σ_1 of a named shape, in (0, 1]; the optimal schedule's unless stated
     sampling_rate   Poisson sampling rate in (0, 1], 1 is the full batch; or one rate for each step
-    lr              the learning rates η_1…η_T that training will use: an array, a function of
-                    t = 1…T or a function from a PyTorch optimizer to its scheduler, in units of
-                    one over an eigenvalue with a spectrum and of 1/M otherwise; or "joint": plan
-                    them together with the noise, for plain gradient descent
+    lr              the learning rates η_1…η_T that training will use: an array, "constant",
+                    "linear" or "cosine" (from 1 towards 0), a function of t = 1…T or a function
+                    from a PyTorch optimizer to its scheduler, in units of one over an eigenvalue
+                    with a spectrum and of 1/M otherwise; or "joint": plan them together with the
+                    noise, for plain gradient descent
 
     Public guesses, each of which has a default:
 
@@ -100,6 +105,10 @@ def plan(
     examples, clip = _validate.count("examples", examples), _validate.positive("clip", clip)
     if parameters is not None:
         parameters = _validate.count("parameters", parameters)
+    if isinstance(lr, str):
+        check_name(lr, also=("joint",))
+    if epochs is not None:
+        steps = steps_of(epochs, steps, sampling_rate)
     fixed = _fixed_steps(steps, sampling_rate, lr)
     rate = one_or_each(sampling_rate, fixed)
     momentum = None if momentum is None else _validate.real("momentum", momentum)
@@ -125,8 +134,8 @@ def plan(
     T, uniform_T = _most(loss.best_steps(level)) if fixed is None else (fixed, fixed)
     preferred = T if fixed is None or lr is not None else loss.best_steps(level)[0]
     chosen: list[str] = []
-    if isinstance(lr, str):
-        one_rate = _one_rate(lr, rate)
+    if isinstance(lr, str) and lr == "joint":
+        one_rate = _one_rate(rate)
         noise = constants.sampling_noise(one_rate, examples=examples, parameters=parameters)
         lr = joint_learning_rates(
             loss, level, T, budget, one_rate, noise=noise, max_lr=constants.max_lr
@@ -180,6 +189,19 @@ def plan(
     return result
 
 
+def steps_of(epochs: float, steps: int | str | None, sampling_rate: float | ArrayLike) -> int:
+    """How many steps go through the examples so often, on average."""
+    if steps not in ("auto", None) or np.ndim(sampling_rate):
+        raise InputError(
+            "left out where steps, or a rate for each step, say how many there are",
+            name="epochs",
+            value=epochs,
+        )
+    rate = _validate.real("sampling_rate", sampling_rate, above=0, at_most=1)
+    # a hair less, since 1/rate is rounded: 0.1 makes ten steps of an epoch, not eleven
+    return math.ceil(_validate.positive("epochs", epochs) / rate * (1 - 1e-12))
+
+
 def _fixed_steps(
     steps: int | str, sampling_rate: float | ArrayLike, lr: LearningRates | str | None
 ) -> int | None:
@@ -207,9 +229,8 @@ def _most(steps: tuple[int, int]) -> tuple[int, int]:
     return steps
 
 
-def _one_rate(lr: str, rate: float | Vector) -> float:
+def _one_rate(rate: float | Vector) -> float:
     """The sampling rate of a plan that chooses its learning rates."""
-    _validate.choice("lr", lr, ("joint",))
     if not isinstance(rate, float):
         raise InputError(
             "one number where learning rates are planned together with the noise",

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
+from diminuendo.planning.gain import SMALLEST_NOTICED
 
 if TYPE_CHECKING:
     from diminuendo.planning.value import Plan
@@ -72,8 +73,9 @@ def summary(plan: Plan) -> str:
         *rates,
         f"  privacy      ε = {rounded_up(plan.epsilon)} of {whole(budget.epsilon)} at δ = "
         f"{whole(budget.delta)} ({budget.relation}, {budget.conversion} conversion)",
-        f"  excess risk  ERUB {number(plan.erub)}, with uniform noise {number(plan.erub_uniform)}"
-        f" in {plan.uniform_steps} steps",
+        f"  worst case   ERUB, the bound on the final excess risk over the initial one: "
+        f"{number(plan.erub)}; with uniform noise in {plan.uniform_steps:,} steps "
+        f"{number(plan.erub_uniform)}",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
         "leaves in the final loss",
         *_gain_line(plan),
@@ -87,16 +89,50 @@ def _line(values: Vector) -> str:
     return f"{drawing(values)}  {number(values[0])} → {number(values[-1])}"
 
 
-def _gain_line(plan: Plan) -> list[str]:
+def percent(share: float) -> str:
+    """A share as percent: two digits, all of those before the point, and no exponent."""
+    value = 100 * share
+    if abs(value) >= 10:
+        return f"{value:,.0f}%"
+    return f"{value:.2g}%" if abs(value) >= 1e-3 else f"{value:.1f}%"
+
+
+def gain_sentence(plan: Plan) -> str:
+    """What is expected of the schedule beside uniform noise, and why where that is little.
+
+    Empty where the plan does not know its gain. ERUB may be a fraction of uniform noise's where
+    the gain is too small to be seen: the gain is counted in parts of the initial excess risk, to
+    which all the noise may add next to nothing.
+    """
     if plan.gain is None or plan.gain_error is None:
-        return []
-    share = f"{100 * plan.gain:.2g}% less excess risk than uniform noise at the same learning rates"
-    if plan.gain_is_negligible:
-        return [
-            f"  gain         none to expect: {share}, which is within the error of "
-            f"{100 * plan.gain_error:.2g}%. Uniform noise may do as well."
-        ]
-    return [f"  gain         {share} (± {100 * plan.gain_error:.2g}%)"]
+        return ""
+    whose = "the initial excess risk" if plan.erub_uniform <= 1 else "uniform noise's excess risk"
+    if not plan.gain_is_negligible:
+        less = (
+            f"The final excess risk is lower by {percent(plan.gain)} of the initial one"
+            if plan.erub_uniform <= 1
+            else f"{percent(plan.gain)} less excess risk"
+        )
+        error = percent(plan.gain_error)
+        return f"{less} than with uniform noise at the same learning rates (± {error})."
+    if plan.gain_error > SMALLEST_NOTICED:
+        return (
+            f"Not certain: {percent(plan.gain)} of {whose}, and as much would be lost again if the "
+            "run converges half or twice as fast as planned for. Uniform noise may do as well."
+        )
+    if plan.gain <= 0 or plan.noise_ratio >= 1:
+        return "None to expect: uniform noise does as well."
+    added = percent(plan.gain / (1 - plan.noise_ratio))
+    return (
+        f"Too small to be seen: {percent(plan.gain)} of {whose}, where two runs that differ only "
+        f"in their random numbers differ by about {percent(SMALLEST_NOTICED)}. Noise matters "
+        f"little here, however it is spread: uniform noise would add {added} in all."
+    )
+
+
+def _gain_line(plan: Plan) -> list[str]:
+    said = gain_sentence(plan)
+    return [f"  gain         {said[0].lower()}{said[1:]}"] if said else []
 
 
 def relation_sentence(budget: Budget) -> str:

@@ -5,7 +5,6 @@
     study          what all replicas share, checked before anything runs
     batch          the stacked state of the replicas that train together, and its update step
     perceptrons    linear layers as batched matrix products; `general` is for every other model
-    workers        pieces of a step on one CPU core each
     cuda_graph     steps captured once on a GPU and launched as a whole; `kernels` in Triton
     results_file   results on disk, one JSON line for each replica
 

@@ -12,6 +12,7 @@ general:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,24 @@ def _rows(stacked: Tensor, rows: slice, replicas: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Rules:
+    """The clipping rules of replicas that differ in them, a row for each.
+
+    offset   γ, added to a norm before C is divided by it: 0.01 for automatic clipping, else 0
+    longest  the largest factor: infinite for automatic clipping, else 1
+    layered  True where layers are clipped one by one
+    """
+
+    offset: Tensor
+    longest: Tensor
+    layered: Tensor
+
+    def of(self, place: slice | Tensor) -> Rules:
+        """The same rules for some of the rows."""
+        return Rules(self.offset[place], self.longest[place], self.layered[place])
+
+
+@dataclass(frozen=True)
 class Update:
     """One step's numbers, a row for each replica.
 
@@ -62,12 +81,14 @@ class Update:
     beta     momenta, or None where all are zero
     sampled  (k, N) ones for examples in the replica's Poisson sample and zeros for the others, or
              None for full batches
+    rules    how each replica clips, or None where all clip the whole gradient where it is too long
     """
 
     clip: Tensor
     scale: Tensor
     beta: Tensor | None = None
     sampled: Tensor | None = None
+    rules: Rules | None = None
 
     def of(self, place: slice) -> Update:
         """The same numbers for some of the rows."""
@@ -76,6 +97,7 @@ class Update:
             self.scale[place],
             None if self.beta is None else self.beta[place],
             None if self.sampled is None else self.sampled[place],
+            None if self.rules is None else self.rules.of(place),
         )
 
 
@@ -215,9 +237,26 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def clip_factors(norms: Tensor, update: Update, block: slice) -> Tensor:
-    """min(1, C/‖g‖) for gradient norms (k, n); zero for examples that are not sampled."""
-    factors = torch.div(update.clip.unsqueeze(1), norms).clamp_(max=1.0)
+def clip_factors(norms: Sequence[Tensor], update: Update, block: slice) -> list[Tensor]:
+    """What each layer's gradients are multiplied by, from their norms (k, n), one for each layer.
+
+    min(1, C/‖g‖) of the whole gradient unless a replica has another rule; zero for examples that
+    are not sampled.
+    """
+    whole = norms[0]
+    for norm in norms[1:]:
+        whole = torch.hypot(whole, norm)
+    rules = update.rules
+    if rules is None:
+        factors = [torch.div(update.clip.unsqueeze(1), whole).clamp_(max=1.0)] * len(norms)
+    else:
+        shared = update.clip.unsqueeze(1) / (whole + rules.offset.unsqueeze(1))
+        shared = torch.minimum(shared, rules.longest.unsqueeze(1))
+        share = (update.clip / math.sqrt(len(norms))).unsqueeze(1)
+        layered = rules.layered.unsqueeze(1)
+        factors = [torch.where(layered, (share / n).clamp_(max=1.0), shared) for n in norms]
     if update.sampled is not None:
-        factors *= update.sampled[:, block]
+        sampled = update.sampled[:, block]
+        distinct = {id(part): part * sampled for part in factors}
+        factors = [distinct[id(part)] for part in factors]
     return factors

@@ -48,7 +48,7 @@ class CapturedSteps:
         add_noise(rows, slice(0, rows.stop - rows.start))
         scale = self._scale[rows].copy_(update.scale)
         if not captured:
-            self._capture(rows, Update(update.clip, scale, update.beta))
+            self._capture(rows, Update(update.clip, scale, update.beta, rules=update.rules))
         self._graph.replay()
 
     def _capture(self, rows: slice, update: Update) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from diminuendo.replicas.batch import Batch, Data, Loss, Part, Update, clip_factors
-from diminuendo.training.clipping import Engine, Flat
+from diminuendo.training.clipping import Automatic, Clip, Engine, Flat, PerLayer
 
 
 class _Flattened(Batch):
@@ -24,6 +24,7 @@ class _Flattened(Batch):
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.shapes = {name: p.shape for name, p in named}
         self.sizes = [p.numel() for _, p in named]
+        self.layer_sizes = _layer_sizes(self.model)
         total = sum(self.sizes)
         super().__init__([like.new_zeros(replicas, total)], total, block)
 
@@ -69,10 +70,16 @@ class Vmapped(_Flattened):
         for block in self.blocks(data):
             flat = self.state[0][rows]
             gradients, losses = each(flat, data.inputs(rows, block), data.targets(rows, block))
-            norms = torch.linalg.vector_norm(gradients, dim=2)
-            health += (norms + losses).sum(1)
+            layers = torch.split(gradients, self.layer_sizes, dim=2)
+            norms = [torch.linalg.vector_norm(own, dim=2) for own in layers]
+            health += torch.stack([*norms, losses]).sum((0, 2))
             factors = clip_factors(norms, update, block)
-            sums += torch.bmm(factors.unsqueeze(1), gradients).squeeze(1)
+            if update.rules is None:
+                sums += torch.bmm(factors[0].unsqueeze(1), gradients).squeeze(1)
+                continue
+            totals = torch.split(sums, self.layer_sizes, dim=1)
+            for total, own, factor in zip(totals, layers, factors, strict=True):
+                total += torch.bmm(factor.unsqueeze(1), own).squeeze(1)
         return health
 
 
@@ -111,7 +118,7 @@ class OneByOne(_Flattened):
 
     def _one(self, engine: Engine, data: Data, row: slice, update: Update, i: int) -> bool:
         whole = True
-        clip = Flat(float(update.clip[i]))
+        clip = _rule(update, i)
         for block in self.blocks(data):
             x, y = data.inputs(row, block)[0], data.targets(row, block)[0]
             if update.sampled is not None:
@@ -121,6 +128,28 @@ class OneByOne(_Flattened):
             self.sums[0][row] += torch.cat([part.flatten() for part in result.sums])
             whole = whole and result.finite is None
         return whole
+
+
+def _layer_sizes(model: nn.Module) -> list[int]:
+    """How many parameters each module owns, in model order: what `PerLayer` takes for layers."""
+    seen: set[int] = set()
+    sizes = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen |= {id(p) for p in own}
+        if own:
+            sizes.append(sum(p.numel() for p in own))
+    return sizes
+
+
+def _rule(update: Update, row: int) -> Clip:
+    """One replica's clipping rule, as the training engine knows it."""
+    bound = float(update.clip[row])
+    if update.rules is None:
+        return Flat(bound)
+    if bool(update.rules.layered[row]):
+        return PerLayer(bound)
+    return Automatic(bound) if float(update.rules.offset[row]) > 0 else Flat(bound)
 
 
 def _tensor(value: Any) -> Tensor:

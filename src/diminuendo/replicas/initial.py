@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diminuendo.replicas.layers import Layer, layers_of
 from diminuendo.replicas.replica import Model
-from diminuendo.replicas.workers import side_by_side
+from diminuendo.training.cores import side_by_side
 from diminuendo.training.seeds import Seeds
 
 

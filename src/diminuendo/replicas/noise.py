@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diminuendo.replicas import kernels
 from diminuendo.replicas.batch import AddNoise, Batch
-from diminuendo.replicas.workers import side_by_side
+from diminuendo.training.cores import side_by_side
 from diminuendo.training.seeds import Seeds
 
 

@@ -21,7 +21,7 @@ from diminuendo.replicas.batch import (
     cross_entropy,
 )
 from diminuendo.replicas.layers import Layer
-from diminuendo.replicas.workers import side_by_side
+from diminuendo.training.cores import side_by_side
 from diminuendo.training.memory import keep_freed
 
 
@@ -231,10 +231,11 @@ class Perceptrons(Batch):
                 ahead, back = buffers.views(*x.shape[:2])
                 values = self._forward(x, maps, ahead)
                 slopes, norms = self._backward(values, y, lengths, maps, back)
-                health = norms.sum(1) if health is None else health + norms.sum(1)
+                sizes = torch.stack([norm.sum(1) for norm in norms]).sum(0)
+                health = sizes if health is None else health + sizes
                 factors = clip_factors(norms, update, block)
-                for value, slope, total in zip(values, slopes, sums, strict=False):
-                    _add(total, value, slope, factors)
+                for value, slope, total, own in zip(values, slopes, sums, factors, strict=False):
+                    _add(total, value, slope, own)
         assert health is not None
         return health
 
@@ -245,12 +246,13 @@ class Perceptrons(Batch):
         lengths: Tensor,
         maps: Sequence[_Map],
         back: Sequence[Tensor],
-    ) -> tuple[list[Tensor], Tensor]:
-        """Each layer's derivatives before its activation, and the norms of the whole gradients."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Each layer's derivatives before its activation, and the norms of its gradients."""
         slope = _before_activation(
             self.layers[-1].activation, _slopes(self.loss, values[-1], y), values[-1]
         )
-        slopes, own, norms = [slope], _length(slope), None
+        slopes, own = [slope], _length(slope)
+        norms: list[Tensor] = []
         for i in range(len(maps) - 1, 0, -1):
             (matrix, transposed, bias), out = maps[i], back[i - 1]
             activation = self.layers[i - 1].activation
@@ -261,11 +263,10 @@ class Perceptrons(Batch):
                 _before_activation(activation, out, values[i])
                 around, before = _length(values[i]), _length(out)
             norm = around.mul_(own) if bias is None else torch.hypot(around.mul_(own), own)
-            norms = norm if norms is None else torch.hypot(norms, norm)
+            norms.insert(0, norm)
             slope, own = out, before
             slopes.insert(0, slope)
-        norm = own * lengths
-        return slopes, norm if norms is None else torch.hypot(norms, norm)
+        return slopes, [own * lengths, *norms]
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -308,9 +309,11 @@ def _slopes(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _length(values: Tensor) -> Tensor:
-    """Norms along the last dimension."""
-    norms: Tensor = torch.linalg.vector_norm(values, dim=2)
-    return norms
+    """Norms along the last dimension; PyTorch's own are slow on a CPU where it is not the inner."""
+    if values.is_cuda or values.stride(2) == 1:
+        norms: Tensor = torch.linalg.vector_norm(values, dim=2)
+        return norms
+    return values.mT.square().sum(1).sqrt_()
 
 
 def _before_activation(activation: str, slope: Tensor, value: Tensor) -> Tensor:

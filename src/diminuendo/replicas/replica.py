@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from diminuendo import _validate
 from diminuendo._validate import Vector
 
+Clipping = Literal["flat", "automatic", "per-layer"]
+"""How gradients are clipped: `Flat(C)`, `Automatic(C)` or `PerLayer(C)` of `training.clipping`."""
+CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per-layer")
 Model = Callable[[], nn.Module]
 """Makes a new module, initialised from torch's global random generator."""
 
@@ -32,6 +35,8 @@ class Replica:
     seed           a whole number that fixes initialisation, noise and sampling
     data           the index of this replica's training set
     sampling_rate  in (0, 1]; below 1, each step uses the Poisson sample that `training.fit` draws
+    clipping       "flat": gradients are scaled to norm C where they are longer; "automatic": to
+                   nearly C always (AUTO-S, γ = 0.01); "per-layer": each of L layers to C/√L
     """
 
     sigmas: ArrayLike
@@ -41,6 +46,7 @@ class Replica:
     seed: int = 0
     data: int = 0
     sampling_rate: float = 1.0
+    clipping: Clipping = "flat"
 
     def __post_init__(self) -> None:
         sigmas = _validate.vector("sigmas", self.sigmas, positive=False)
@@ -59,6 +65,7 @@ class Replica:
             "sampling_rate": _validate.real(
                 "sampling_rate", self.sampling_rate, above=0, at_most=1
             ),
+            "clipping": _validate.choice("clipping", self.clipping, CLIPPINGS),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

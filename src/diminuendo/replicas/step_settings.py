@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diminuendo.replicas.batch import Update
-from diminuendo.replicas.replica import Replica
+from diminuendo.replicas.batch import Rules, Update
+from diminuendo.replicas.replica import Clipping, Replica
+from diminuendo.training.clipping import Automatic
 
 
 class StepSettings:
@@ -20,6 +22,7 @@ class StepSettings:
     clip    clip norms, one for each replica
     beta    momenta, one for each replica, or None where all are zero
     rates   sampling rates, one for each replica
+    rules   clipping rules, or None where all replicas clip the whole gradient where it is too long
     """
 
     def __init__(self, replicas: Sequence[Replica], examples: int, like: Tensor) -> None:
@@ -38,6 +41,7 @@ class StepSettings:
         betas = like.new_tensor([replica.beta for replica in replicas])
         self.beta = betas if bool((betas > 0).any()) else None
         self.rates = [replica.sampling_rate for replica in replicas]
+        self.rules = _rules([replica.clipping for replica in replicas], like)
 
     def update(self, rows: slice | Tensor, step: int, sampled: Tensor | None = None) -> Update:
         """One step's numbers for some replicas; `step` counts from zero."""
@@ -46,4 +50,16 @@ class StepSettings:
             self.scales[step, rows],
             None if self.beta is None else self.beta[rows],
             sampled,
+            None if self.rules is None else self.rules.of(rows),
         )
+
+
+def _rules(names: Sequence[Clipping], like: Tensor) -> Rules | None:
+    if set(names) == {"flat"}:
+        return None
+    automatic = [name == "automatic" for name in names]
+    return Rules(
+        like.new_tensor([Automatic.gamma if own else 0.0 for own in automatic]),
+        like.new_tensor([math.inf if own else 1.0 for own in automatic]),
+        torch.tensor([name == "per-layer" for name in names], device=like.device),
+    )

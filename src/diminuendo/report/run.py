@@ -19,14 +19,24 @@ _FAST = (
     "the last bits of what is released may learn more"
 )
 _REVEALED = "the training loss, revealed on request"
+_SCORED = (
+    "the test scores: they were computed from {examples} rows that nobody stated to be public, and "
+    "nothing was paid for that. Private rows need a budget and noise of their own before a score "
+    "of them is published"
+)
 _STOPPED = (
     "a stop that somebody chose because of what the run had released: the claim is then the "
     "plan's own ε"
 )
 
 
-def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's public facts, with its plan's digest and what the claim leaves out."""
+def facts(
+    plan: Plan, result: Mapping[str, Any], test: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The run's public facts, with its plan's digest and what the claim leaves out.
+
+    `test` are scores on rows that the model was not trained on, and whether those are public.
+    """
     public = {name: value for name, value in result.items() if name != "training_loss"}
     not_covered = [_BEFORE] if result["private"] else [_SEEDED, _BEFORE]
     if result.get("noise") == "fast":
@@ -36,6 +46,10 @@ def facts(plan: Plan, result: Mapping[str, Any]) -> dict[str, Any]:
     if result["revealed"]:
         public["training_loss"] = result["training_loss"]
         not_covered.append(_REVEALED)
+    if test is not None:
+        public["test"] = dict(test)
+        if not test["public"]:
+            not_covered.append(_SCORED.format(examples=f"{test['examples']:,}"))
     return {**public, "plan": plan.digest, "not_covered": not_covered}
 
 
@@ -80,8 +94,17 @@ def page(plan: Plan, run: Mapping[str, Any]) -> str:
         lines.append(
             f"- Mean loss of the last batch (not covered by the claim): {run['training_loss']:.6g}"
         )
+    if run.get("test"):
+        lines.append(f"- Test set: {_scores(run['test'])}")
     lines += ["", "Not covered by the claim:", "", *(f"- {words}" for words in run["not_covered"])]
     return "\n".join([*lines, "", "```", plan.summary(), "```", ""])
+
+
+def _scores(test: Mapping[str, Any]) -> str:
+    """Loss and accuracy on the test rows, and whose those are."""
+    accuracy = "" if test["accuracy"] is None else f"accuracy {test['accuracy']:.4g}, "
+    whose = "stated to be public" if test["public"] else "not covered by the claim"
+    return f"{accuracy}mean loss {test['loss']:.6g} on {test['examples']:,} rows ({whose})"
 
 
 def document(
@@ -98,6 +121,8 @@ def document(
         facts_shown.append(
             ("Lost in a crash", f"{run['lost']} of these steps, spent without effect")
         )
+    if run.get("test"):
+        facts_shown.append(("Test set", _scores(run["test"])))
     if cited:
         facts_shown += [
             ("Ledger", f"{cited['address']} ({cited['ledger']})"),

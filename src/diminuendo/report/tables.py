@@ -6,6 +6,7 @@ from typing import Any
 
 from diminuendo.bounds import Row
 from diminuendo.errors import InputError
+from diminuendo.report.text import number
 
 Columns = list[list[Row]]
 """One evaluated table for each N."""
@@ -51,8 +52,8 @@ def as_data(columns: Columns) -> list[dict[str, Any]]:
 
 
 def as_text(columns: Columns) -> list[list[str]]:
-    """Rows of text: the algorithm, then its bound for each N to three digits."""
+    """Rows of text: the algorithm, then its bound for each N to four digits."""
     return [
-        [rows[0].algorithm, *(f"{row.bound:.3g}" for row in rows)]
+        [rows[0].algorithm, *(number(row.bound) for row in rows)]
         for rows in zip(*columns, strict=True)
     ]

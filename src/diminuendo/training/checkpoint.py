@@ -81,7 +81,8 @@ class Checkpoints:
     """Where `fit` keeps its checkpoints, and how often it makes one.
 
     folder  made if it is not there; an interrupted run in it is taken up again
-    every   steps between checkpoints, and most that a crash can cost
+    every   most steps between checkpoints, and most that a crash can cost. The first ones come
+            sooner, after 1, 2, 4, 8, … steps: a run is most likely to fail at its start
     moved   True states that the folder was moved here or restored, and that no other copy of it
             has gone on or will
     """

@@ -1,6 +1,7 @@
 """Which steps may have been released: on disk before they are, so that a crash forgets none.
 
-With a plan, steps are reserved some at a time. Where a policy picks σ while training, nobody can
+With a plan, steps are reserved some at a time: few at the start, where a run is most likely to
+fail, and more as it proves long (`steps_ahead`). Where a policy picks σ while training, nobody can
 know after a crash what it would have picked: the journal then holds every event since the last
 saved state, each on disk before its step is released.
 
@@ -27,6 +28,15 @@ from diminuendo.training import copies
 VERSION = 1
 
 
+def steps_ahead(taken: int, every: int) -> int:
+    """How many steps are reserved, or go by until the next checkpoint, after so many were taken.
+
+    As many as this process has taken, at least 1 and at most `every`: a crash costs no more than
+    that, and one before the first step is over costs 1.
+    """
+    return max(1, min(taken, every))
+
+
 class Entry(NamedTuple):
     """Steps before `upto` may have been released.
 
@@ -47,7 +57,7 @@ class Entry(NamedTuple):
 class Journal:
     """The journal of a plan's run in a file.
 
-    every   steps that are reserved at a time, and may be lost by a crash
+    every   most steps that are reserved at a time, and may be lost by a crash
     writes  False for a rank that only reads
     moved   True states that the file was moved here or restored, and that no other copy of it has
             gone on or will
@@ -67,6 +77,7 @@ class Journal:
         self._every = _validate.count("every", every)
         self._writes, self._moved = writes, moved
         self._reserved = 0
+        self._began: int | None = None
         self._events: list[GaussianStep] = []
         self._receipt: Mapping[str, Any] = {}
         self._run: str | None = None
@@ -145,7 +156,8 @@ class Journal:
             self._receipt = spending.receipt()
             self._write(step + 1, step + 1 - len(self._events), self._events)
         elif step >= self._reserved:
-            upto = min(step + self._every, self._steps)
+            self._began = step if self._began is None else self._began
+            upto = min(step + steps_ahead(step - self._began, self._every), self._steps)
             self._receipt = spending.receipt(spending.steps + upto - step - 1)
             self._write(upto)
 

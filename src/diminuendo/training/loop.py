@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from diminuendo import _validate
+from diminuendo import _later, _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
+from diminuendo.training.compute import Compute
 from diminuendo.training.distributed import Group, for_all_ranks
 from diminuendo.training.groups import Groups
 from diminuendo.training.guard import check_scheduler, check_unit
@@ -23,9 +23,34 @@ from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
 from diminuendo.training.probe import Loss
-from diminuendo.training.progress import reading
-from diminuendo.training.run import Result, Run
+from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
+from diminuendo.training.result import Result
+from diminuendo.training.run import Run
+from diminuendo.training.sampling import arrays_of, as_trained, precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
+from diminuendo.training.tracking import Tracking
+from diminuendo.training.usable import refuse_not_finite
+
+_Settings = TypeVar("_Settings", Compute, Progress)
+
+
+class Chosen(Protocol):
+    """How to train, as `dim.tune` chooses it: a plan, its learning rate and its clipping rule."""
+
+    @property
+    def plan(self) -> Plan:
+        """Steps, noise, clip norm, momentum and the shape of the learning rate."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, or what the plan's are multiplied by."""
+        ...
+
+    @property
+    def clip(self) -> ClipRule:
+        """How gradients are clipped."""
+        ...
 
 
 class _Deprecated(TypedDict, total=False):
@@ -33,12 +58,26 @@ class _Deprecated(TypedDict, total=False):
 
     source: Any
     checkpoint_every: int
+    workers: int
+    micro_batch: int | None
+    after_step: AfterStep | None
+    reveal_training_loss: bool
+
+
+_INSTEAD = {
+    "source": "spending=ledger.pay(budget, plan, data=source)",
+    "checkpoint_every": "folder=Checkpoints(folder, every)",
+    "workers": "device=Compute(workers=…)",
+    "micro_batch": "device=Compute(micro_batch=…)",
+    "after_step": "progress=Progress(after_step=…)",
+    "reveal_training_loss": "progress=Progress(reveal_training_loss=True)",
+}
 
 
 def fit(
     model: nn.Module,
     data: Any,
-    plan: Plan,
+    plan: Plan | Chosen,
     *,
     loss: Loss,
     groups: Any = None,
@@ -51,25 +90,25 @@ def fit(
     ledger: str | Path | Payer | None = None,
     budget: str | None = None,
     policy: Policy | None = None,
-    micro_batch: int | None = None,
     noise: NoiseName = "exact",
     seed: int | None = None,
     folder: str | Path | Checkpoints | None = None,
-    workers: int = 0,
-    device: torch.device | str | None = None,
-    progress: bool = True,
-    reveal_training_loss: bool = False,
-    after_step: Callable[[int, PrivateGradients], None] | None = None,
+    device: torch.device | str | Compute | None = None,
+    progress: bool | Progress = True,
     **deprecated: Unpack[_Deprecated],
 ) -> Result:
     """Train `model` on `data` by the plan; the model is changed in place.
 
+    plan          what to run; or what `dim.tune` chose, whose learning rate and clipping rule are
+                  then followed, too, unless others are given
     loss          gives one loss per example: reduction="none"
     groups        whose each row is, where several are one person's: a column with an entry for
                   each row. Each step draws persons, and one row of each; the plan's examples are
                   persons, and so is who the claim protects
     optimizer     any; plain descent with `lr` (and the plan's momentum) unless given
-    lr            the learning rate of that; where the plan has learning rates, their unit
+    lr            the learning rate of that; where the plan has learning rates, their unit. Left
+                  out for a table of features, labels and CrossEntropyLoss, it is chosen on
+                  synthetic data of the same public shape, and said
     lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
                   differs from what the noise was planned for is warned about before anything is
                   spent; strict=True refuses it
@@ -79,24 +118,21 @@ def fit(
     ledger        a ledger or its URL, and `budget` the name of the budget there that pays: short
                   for spending=ledger.pay(budget, plan, data=data)
     policy        picks σ by what it is shown and nothing else, or it cannot be resumed exactly
-    micro_batch   largest number of examples held in memory at once
     noise         "exact": what is released is a post-processing of the ideal Gaussian mechanism;
                   "fast", for experiments: PyTorch's, and the claim is for real arithmetic only
     seed          only for tests and experiments: the run is then not private
     folder        where checkpoints go, and where an interrupted run is taken up again; a
                   `Checkpoints` says how often, too
-    workers       processes that load examples of a map-style dataset
-    device        where to train; the model is moved there
-    reveal_training_loss
-                  shows the mean loss of each batch in the bar, and the last one's in the result;
-                  the privacy claim does not cover it
-    after_step    called with the number of steps taken, and the PrivateGradients
+    device        where to train; the model is moved there. A `Compute` says how many examples are
+                  held in memory at once (micro-batches), and how many processes load them, too
+    progress      whether a bar is shown; a `Progress` says what is called after each step, and
+                  which experiment tracker is told, too
 
     Returns a `Result`: how the run ended and what it spent.
     """
-    for name, value, kind in (("model", model, nn.Module), ("plan", plan, Plan)):
-        if not isinstance(value, kind):
-            raise InputError(f"a {kind.__name__}", name=name, value=value)
+    plan, lr, clip = _followed(plan, lr, clip)
+    if not isinstance(model, nn.Module):
+        raise InputError("a Module", name="model", value=model)
     if not callable(loss):
         raise InputError(
             "a function that gives one loss per example",
@@ -105,7 +141,12 @@ def fit(
             remedy='torch.nn.CrossEntropyLoss(reduction="none"), say.',
         )
     persons = Groups.of(groups)
-    source, checkpoints = _with_deprecated(deprecated, data, folder)
+    refuse_not_finite(data, precision_of(model))
+    _warn_of(deprecated)
+    source = deprecated.get("source", data)
+    checkpoints = _checkpoints(folder, deprecated)
+    compute = _with(Compute.of(device), deprecated, "workers", "micro_batch")
+    watching = _with(Progress.of(progress), deprecated, "after_step", "reveal_training_loss")
     group = Group.current()
     if ledger is not None or budget is not None:
         if budget is None or spending is not None:
@@ -116,9 +157,10 @@ def fit(
                 remedy='fit(..., ledger="ledger.sqlite", budget="patients").',
             )
         planned = plan if policy is None else None
-        spending = _paid_by(ledger, budget, planned, source, group, progress)
-    if device is not None:
-        _move(model, device)
+        spending = _paid_by(ledger, budget, planned, source, group, watching.shown)
+    compute.move(model)
+    if optimizer is None and lr is None and group.world == 1:
+        lr = _learning_rate(model, data, plan, loss)
     journal = None if checkpoints is None else checkpoints.journal(plan, writes=group.first)
     private = PrivateGradients(
         model,
@@ -126,7 +168,7 @@ def fit(
         clip=clip,
         spending=spending,
         policy=policy,
-        micro_batch=micro_batch,
+        micro_batch=compute.micro_batch,
         journal=journal,
         noise=noise,
         seed=seed,
@@ -135,7 +177,12 @@ def fit(
     try:
         steps_by = optimizer or PrivateDescent(
             model.parameters(),
-            lr=_validate.positive("lr", lr, remedy="Or give an optimizer."),
+            lr=_validate.positive(
+                "lr",
+                lr,
+                remedy="Or give an optimizer. It is chosen for classes by CrossEntropyLoss from "
+                "arrays with one row for each example.",
+            ),
             beta=plan.momentum or 0.0,
         )
         check_unit(private.spending, grouped=persons is not None)
@@ -154,50 +201,78 @@ def fit(
             checkpoint = Checkpoint(checkpoints.folder, identity, journal, writes=group.first)
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
-        run = Run(private, steps_by, scheduler, checkpoint, every)
-        run.resume()
-        try:
-            result = run.train(
-                data,
-                loss,
-                groups=persons,
-                workers=workers,
-                progress=progress,
-                reveal=reveal_training_loss,
-                after_step=after_step,
-            )
-        except BaseException as error:
-            private.spending.close(type(error).__name__)
-            raise
-        private.spending.close(result.status)
-        return replace(result, ledger=private.spending.cite())
+        with Tracking(watching.logger, private, running_epsilon(private)) as track:
+            run = Run(private, steps_by, scheduler, checkpoint, every, track)
+            run.resume()
+            try:
+                result = run.train(
+                    data,
+                    loss,
+                    groups=persons,
+                    workers=compute.workers,
+                    progress=watching,
+                )
+            except BaseException as error:
+                private.spending.close(type(error).__name__)
+                raise
+            private.spending.close(result.status)
+            result = replace(result, ledger=private.spending.cite())
+            track.end(result)
+        return result
     finally:
         private.close()
         if checkpoint is not None:
             checkpoint.close()
 
 
-def _with_deprecated(
-    deprecated: _Deprecated, data: Any, folder: str | Path | Checkpoints | None
-) -> tuple[Any, Checkpoints | None]:
-    """What the budget's data are known by, and the checkpoints, by new arguments or old ones."""
-    instead = {
-        "source": "spending=ledger.pay(budget, plan, data=source)",
-        "checkpoint_every": "folder=Checkpoints(folder, every)",
-    }
+def _learning_rate(model: nn.Module, data: Any, plan: Plan, loss: Loss) -> float | None:
+    """A good one from synthetic data, where that stands for these; otherwise None."""
+    arrays = arrays_of(data)
+    if arrays is None or len(arrays) != 2 or type(loss) is not nn.CrossEntropyLoss:
+        return None
+    rows = as_trained(arrays[0], precision_of(model))
+    if rows.dim() != 2 or not rows.is_floating_point() or loss.weight is not None:
+        return None
+    found: float = _later("diminuendo.training", "learning_rate_for")(model, plan, rows.shape[1])
+    return found
+
+
+def _followed(
+    plan: Plan | Chosen, lr: float | None, clip: ClipRule | None
+) -> tuple[Plan, float | None, ClipRule | None]:
+    """The plan, learning rate and clipping rule: those given, else those of a choice."""
+    if isinstance(plan, Plan):
+        return plan, lr, clip
+    if not isinstance(getattr(plan, "plan", None), Plan):
+        raise InputError("a Plan, or what dim.tune chose", name="plan", value=plan)
+    return plan.plan, plan.lr if lr is None else lr, plan.clip if clip is None else clip
+
+
+def _warn_of(deprecated: _Deprecated) -> None:
+    """A warning for each argument that will go, with what to write instead."""
     for name in deprecated:
-        if name not in instead:
+        if name not in _INSTEAD:
             raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
         warnings.warn(
-            f"fit({name}=…) will go with the next version: write {instead[name]}.",
+            f"fit({name}=…) will go with the next version: write {_INSTEAD[name]}.",
             DeprecationWarning,
             stacklevel=3,
         )
-    source = deprecated.get("source")
-    if folder is not None and not isinstance(folder, Checkpoints):
-        every = deprecated.get("checkpoint_every", Checkpoints.every)
-        folder = Checkpoints(folder, _validate.count("checkpoint_every", every))
-    return data if source is None else source, folder
+
+
+def _checkpoints(
+    folder: str | Path | Checkpoints | None, deprecated: _Deprecated
+) -> Checkpoints | None:
+    if folder is None or isinstance(folder, Checkpoints):
+        return folder
+    every = deprecated.get("checkpoint_every", Checkpoints.every)
+    return Checkpoints(folder, _validate.count("checkpoint_every", every))
+
+
+def _with(settings: _Settings, deprecated: _Deprecated, *names: str) -> _Settings:
+    """The settings, with those of these names that came as arguments of their own."""
+    given: dict[str, Any] = {**deprecated}
+    return replace(settings, **{name: given[name] for name in names if name in deprecated})
 
 
 def _paid_by(
@@ -213,12 +288,3 @@ def _paid_by(
             return from_ledger(ledger, budget, plan, data=data, progress=progress)
 
     return for_all_ranks(group, make)
-
-
-def _move(model: nn.Module, device: torch.device | str) -> None:
-    try:
-        model.to(device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(
-            "a device that is there", name="device", value=str(device), remedy=f"({error})"
-        ) from None

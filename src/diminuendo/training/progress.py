@@ -7,15 +7,51 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from diminuendo import _progress
+from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.training.step import PrivateGradients
+from diminuendo.training.tracking import Logger
 
 _SECONDS = 1.0
 _FINEST = 200
 
 Advance = Callable[[float | None], None]
+AfterStep = Callable[[int, PrivateGradients], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What `fit` takes for `progress` where yes or no does not say enough.
+
+    shown       whether a bar is shown, on stderr
+    after_step  called after each step with the number of steps taken, and the `PrivateGradients`
+    logger      where σ_t, ε so far and the learning rate go: an experiment tracker
+    reveal_training_loss
+                shows the mean loss of each batch in the bar, and the last one's in the result; the
+                privacy claim does not cover it
+    """
+
+    shown: bool = True
+    after_step: AfterStep | None = None
+    logger: Logger | None = None
+    reveal_training_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logger is not None and not isinstance(self.logger, Logger):
+            raise InputError(
+                "something with the methods begin, step and end",
+                name="logger",
+                value=self.logger,
+                remedy="TensorBoardLogger(folder), say.",
+            )
+
+    @classmethod
+    def of(cls, progress: Progress | bool) -> Progress:
+        """A `Progress` as it is; yes or no as one."""
+        return progress if isinstance(progress, Progress) else cls(shown=bool(progress))
 
 
 class EpsilonSoFar:
@@ -41,33 +77,50 @@ class EpsilonSoFar:
         return self._values[bisect_left(self._steps, step)] if step else 0.0
 
 
+RunningEpsilon = Callable[[], float | None]
+"""ε so far; None where a run is not private."""
+
+
 @contextmanager
-def bar(shown: bool, private: PrivateGradients) -> Iterator[Advance]:
+def bar(shown: bool, private: PrivateGradients, epsilon: RunningEpsilon) -> Iterator[Advance]:
     """A bar on the first rank; what it yields is called after each step, with a loss or None."""
     if not (shown and private.group.first):
         yield lambda loss: None  # noqa: ARG005
         return
-    words, total = _words(private), private.plan.steps
+    total = private.plan.steps
     with _progress.bar("training", total=total) as progress:
 
         def show(revealed: str = "") -> None:
-            progress.update(private.step, note=f"{private.step}/{total} {words()}{revealed}")
+            said = _said(epsilon())
+            progress.update(private.step, note=f"{private.step}/{total} {said}{revealed}")
 
         show()
         yield lambda loss: show("" if loss is None else f", loss {loss:.4g} (not private)")
 
 
-def _words(private: PrivateGradients) -> Callable[[], str]:
-    if not private.private:
-        return lambda: "not private"
-    if private.policy is not None:
-        return lambda: _said(private.spending.epsilon())
-    so_far = EpsilonSoFar(private.plan)
-    return lambda: _said(so_far(private.step))
+def running_epsilon(private: PrivateGradients) -> RunningEpsilon:
+    """ε by the plan or by the filter, after the steps that are over when it is asked for.
+
+    The accountant works at the first call alone.
+    """
+    known: list[EpsilonSoFar] = []
+
+    def so_far() -> float | None:
+        if not private.private:
+            return None
+        if private.policy is not None:
+            return private.spending.epsilon()
+        if not known:
+            known.append(EpsilonSoFar(private.plan))
+        return known[0](private.step)
+
+    return so_far
 
 
-def _said(epsilon: float) -> str:
+def _said(epsilon: float | None) -> str:
     """Three decimals, never below the value."""
+    if epsilon is None:
+        return "not private"
     return f"ε ≤ {math.ceil(epsilon * 1000) / 1000:.12g}" if epsilon else "nothing spent"
 
 

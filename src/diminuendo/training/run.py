@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diminuendo.errors import BudgetRefused, InputError
-from diminuendo.events import GaussianStep
 from diminuendo.training.checkpoint import Checkpoint
+from diminuendo.training.groups import Groups
+from diminuendo.training.journal import steps_ahead
+from diminuendo.training.kept import same_randomness
 from diminuendo.training.learning_rates import PlannedRates
-from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
-from diminuendo.training.progress import bar
+from diminuendo.training.progress import Progress, bar
+from diminuendo.training.result import Result, Status, result_of
+from diminuendo.training.sampling import Source, precision_of
 from diminuendo.training.signals import stop_signals
 from diminuendo.training.step import PrivateGradients
+from diminuendo.training.tracking import Tracking
 
-Status = Literal["done", "refused", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended and what it spent.
-
-    Holds nothing that was not paid for, except for `training_loss` where it was asked to be
-    revealed: the last batch's mean loss. `lost` steps were spent by a crash and not taken. With
-    `noise` "fast" the claim is for real arithmetic only: released are rounded numbers. With exact
-    noise `delta_added` comes on top of δ: the probability that a rounding error goes unnoticed.
-    `unit` is what the claim protects: an example, or with groups a person.
-    """
-
-    status: Status
-    reason: str
-    steps: int
-    events: tuple[GaussianStep, ...]
-    epsilon: float
-    delta: float
-    relation: str
-    private: bool
-    lost: int = 0
-    revealed: bool = False
-    training_loss: float | None = None
-    noise: NoiseName = "exact"
-    delta_added: float = 0.0
-    unit: str = "example"
-    ledger: dict[str, Any] = field(default_factory=dict)
-    """Where the spending is on record: ledger, budget, run and chain head."""
+_TRIED = 4
+"""Rows at which a model is tried out at least before anything is charged."""
 
 
 class Run:
@@ -61,10 +36,13 @@ class Run:
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         checkpoint: Checkpoint | None,
         every: int,
+        track: Tracking,
     ) -> None:
         self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
+        self._track = track
         self._checkpoint, self._every = checkpoint, every
         self._due = 0
+        self._began: int | None = None
 
     def resume(self) -> None:
         """Take up the checkpoint, or begin; what may have been released after it stays spent."""
@@ -88,10 +66,8 @@ class Run:
         loss: Loss,
         *,
         groups: Any = None,
-        workers: int,
-        progress: bool,
-        reveal: bool,
-        after_step: Callable[[int, PrivateGradients], None] | None,
+        workers: int = 0,
+        progress: Progress,
     ) -> Result:
         """Every step that the plan and the budget allow, or until a signal asks to stop."""
         private = self._private
@@ -100,7 +76,8 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
-        with stop_signals() as stopped, bar(progress, private) as advance:
+        shown = bar(progress.shown, private, self._track.epsilon)
+        with stop_signals() as stopped, shown as advance:
             try:
                 self._save_when_due()
                 for losses in _losses(private, loss, data, groups, workers):
@@ -110,12 +87,14 @@ class Run:
                     self._optimizer.zero_grad(set_to_none=True)
                     if private.step == before:
                         continue
+                    rate = float(self._optimizer.param_groups[0]["lr"])
                     if self._lr_scheduler is not None:
                         self._lr_scheduler.step()
-                    if after_step is not None:
-                        after_step(private.step, private)
-                    seen = _mean(losses) if reveal else None
+                    if progress.after_step is not None:
+                        progress.after_step(private.step, private)
+                    seen = _mean(losses) if progress.reveal_training_loss else None
                     advance(seen)
+                    self._track.step(rate, seen)
                     if private.group.any(stopped.is_set()):
                         status, reason = "interrupted", "a signal asked to stop"
                         break
@@ -126,21 +105,12 @@ class Run:
             status, reason = "refused", "too little is left of the budget for another step"
         private.guard.verify()
         self._save()
-        return Result(
+        return result_of(
+            private,
             status,
             reason,
-            private.step,
-            private.spending.granted,
-            private.spending.epsilon(),
-            private.spending.budget.delta,
-            private.spending.budget.relation,
-            private.private,
-            private.lost,
-            reveal,
-            seen,
-            private.noise,
-            private.delta_added,
-            private.unit,
+            revealed=progress.reveal_training_loss,
+            training_loss=seen,
         )
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
@@ -160,9 +130,11 @@ class Run:
         return {name: type(part).__name__ if part else None for name, part in both.items()}
 
     def _save_when_due(self) -> None:
-        if self._private.step >= self._due:
+        step = self._private.step
+        self._began = step if self._began is None else self._began
+        if step >= self._due:
             self._save()
-            self._due = self._private.step + self._every
+            self._due = step + steps_ahead(step - self._began, self._every)
 
     def _save(self) -> None:
         if self._checkpoint is None or not self._checkpoint.writes:
@@ -188,15 +160,9 @@ def _losses(
     device = next(private.model.parameters()).device
     model = private.engine.model  # not what torch.compile made of it
     shapes = Shapes(model)
+    _try_public_sizes(private, loss, data, groups, shapes)
     for batch in private.batches(data, groups=groups, workers=workers):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise InputError(
-                "pairs (x, y)",
-                name="the examples",
-                value=type(batch).__name__,
-                remedy="For other kinds, write the loop yourself with PrivateGradients.",
-            )
-        x, y = (part.to(device) for part in batch)
+        x, y = _pair(batch, device)
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
@@ -206,6 +172,45 @@ def _losses(
         outputs = private.model(x)
         private.guard.expect(outputs)
         yield loss(outputs, y)
+
+
+def _try_public_sizes(
+    private: PrivateGradients, loss: Loss, data: Any, groups: Any, shapes: Shapes
+) -> None:
+    """Refuse a model that mixes examples before the first draw is made, whatever that will hold.
+
+    A draw of one row shows nothing, and it would be charged. So the first rows of the dataset are
+    tried, as many as a draw is expected to have, and fewer: sizes that are public.
+    """
+    model, parameters = private.engine.model, private.engine.parameters
+    source = Source(data, precision_of(private.model))
+    private.sampler.check(source, Groups.of(groups))
+    size = private.sampler.expected(private.step, at_least=_TRIED)
+    over = private.policy is None and private.step >= private.plan.steps
+    if size < 2 or over or private.sampler.rate(private.step) == 1:  # all rows come first anyway
+        return
+    device = parameters[0].device
+    with same_randomness(model, device):
+        rows = source.batches(iter([torch.arange(size)]), generator=torch.Generator())
+        x, y = _pair(next(rows), device)
+        if len(x) < 2:
+            return
+        shapes.new(x, model.training)
+        with private.engine.unrecorded():
+            refuse_mixing(model, loss, x, y, shapes.others(x))
+        private.engine.probe_if_due(loss(private.model(x), y))
+
+
+def _pair(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise InputError(
+            "pairs (x, y)",
+            name="the examples",
+            value=type(batch).__name__,
+            remedy="For other kinds, write the loop yourself with PrivateGradients.",
+        )
+    x, y = (part.to(device) for part in batch)
+    return x, y
 
 
 def _mean(losses: Tensor) -> float | None:

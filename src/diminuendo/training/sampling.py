@@ -7,6 +7,7 @@ accountant accounts.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -57,7 +58,7 @@ def precision_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _parts(data: Any) -> tuple[Any, ...] | None:
+def arrays_of(data: Any) -> tuple[Any, ...] | None:
     """The arrays of a dataset that consists of arrays: tensors, numpy's, pandas', lists in a tuple.
 
     A list is a map-style dataset: it has a length and examples.
@@ -83,7 +84,7 @@ class Source:
     def __init__(self, data: Any, precision: torch.dtype | None = None) -> None:
         self._tensors: tuple[Tensor, ...] | None = None
         self._dataset: Dataset[Any] | None = None
-        parts = _parts(data)
+        parts = arrays_of(data)
         if parts is not None:
             # Pictures in bytes stay bytes: as counts they would take eight times the memory.
             self._tensors = tuple(
@@ -232,13 +233,33 @@ class Sampler:
     def __init__(self, plan: Plan, seeds: Seeds, group: Group, micro_batch: int | None) -> None:
         self._plan, self._seeds, self._group = plan, seeds, group
         self._rates: list[float] = plan.rates.tolist()
-        self.micro_batch = (
-            None if micro_batch is None else _validate.count("micro_batch", micro_batch)
-        )
+        self.smallest: int | None = None
+        """The smallest limit that any part had so far; None where there was none."""
+        self.micro_batch = micro_batch
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest number of examples in one part; may be changed between steps."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, limit: int | None) -> None:
+        self._micro_batch = None if limit is None else _validate.count("micro_batch", limit)
+        if self._micro_batch is not None:
+            self.smallest = min(self._micro_batch, self.smallest or self._micro_batch)
 
     def rate(self, step: int) -> float:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
         return self._rates[min(step, len(self._rates) - 1)]
+
+    def expected(self, step: int, *, at_least: int) -> int:
+        """About how many rows a rank holds at a time in this step: public, and at most all.
+
+        Not fewer than `at_least` where the dataset has so many.
+        """
+        share = math.ceil(self._plan.examples * self.rate(step) / self._group.world)
+        held = share if self.micro_batch is None else min(share, self.micro_batch)
+        return min(max(held, at_least), self._plan.examples)
 
     def check(self, source: Source, groups: Groups | None = None) -> None:
         """Raise where the dataset, or the number of persons in it, is not of the plan's size."""

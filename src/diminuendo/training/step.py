@@ -53,6 +53,9 @@ Policy = Callable[[Released], float]
 """From what was released to the next noise multiplier σ > 0."""
 
 
+_STATE = frozenset({"plan", "examples", "seed", "noise", "step", "lost", "spending", "released"})
+"""What a saved state has."""
+
 _STALE = (
     "This batch was drawn for step {}, and the next step to take is {}. Call private.batches "
     "again: it goes on where the steps are."
@@ -176,12 +179,18 @@ class PrivateGradients:
         """Steps that may have been paid for: those that are over, and one that is under way."""
         return self.step + (self._open is not None)
 
+    @property
+    def waiting(self) -> int | None:
+        """The size of the batch, or part of one, that was drawn and waits for `backward`."""
+        return None if self._part is None else self._part.size
+
     # Algorithm 1
 
     def batches(
         self,
         dataset: Any,
         *,
+        epochs: float | None = None,
         groups: Any = None,
         workers: int = 0,
         pin_memory: bool = False,
@@ -189,6 +198,9 @@ class PrivateGradients:
     ) -> Iterator[Any]:
         """The plan's own sampler, until the plan or the budget ends. An empty draw is a step.
 
+        epochs  stop after so many steps that each example is drawn so often on average; the next
+                call goes on from there: `while not private.finished: for x, y in
+                private.batches(dataset, epochs=1)` is a loop over epochs
         groups  whose each row is, where several are one person's: a column with an entry for each
                 row. Persons are drawn, and one row of each; the plan's examples are persons
         """
@@ -204,7 +216,7 @@ class PrivateGradients:
         for part, batch in self.sampler.batches(
             source,
             self.step,
-            None if self._unbounded else self.plan.steps,
+            self._end_of(epochs),
             groups=persons,
             workers=workers,
             pin_memory=pin_memory,
@@ -223,6 +235,25 @@ class PrivateGradients:
                     "for each batch: a batch that was drawn belongs to a step."
                 )
         self.guard.verify()
+
+    def _end_of(self, epochs: float | None) -> int | None:
+        """The step before which these batches end; None where only the budget ends them."""
+        whole = None if self._unbounded else self.plan.steps
+        if epochs is None:
+            return whole
+        left = _validate.positive("epochs", epochs) * (1 - 1e-12)
+        end = self.step
+        while left > 0 and (whole is None or end < whole):
+            left -= self.sampler.rate(end)
+            end += 1
+        return end
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left: the plan is at its end, or the budget refuses the next one."""
+        if not self._unbounded and self.step >= self.plan.steps:
+            return True
+        return self._begun and self._open is None and not self._may_go_on()
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
@@ -311,7 +342,7 @@ class PrivateGradients:
         facts; 0 with fast noise."""
         if not self._certified:
             return 0.0
-        largest = self.sampler.micro_batch or self.plan.examples
+        largest = self.sampler.smallest or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
         return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
@@ -389,6 +420,14 @@ class PrivateGradients:
         (`lost`): nobody gets a second noise for the same step. So somebody must know of them: the
         journal, or a ledger. With a fixed seed the same noise is drawn again, and nothing is lost.
         """
+        missing = _STATE - set(state) if isinstance(state, Mapping) else _STATE
+        if missing:
+            raise InputError(
+                "what private.state_dict() gave",
+                name="the state",
+                value=f"one without {', '.join(sorted(missing))}",
+                remedy="Save it beside the model's and the optimiser's states.",
+            )
         for name, mine in (
             ("plan", self.plan.digest),
             ("examples", self.plan.examples),

@@ -17,7 +17,10 @@ from diminuendo.errors import InputError
 Labelled = tuple[torch.Tensor, torch.Tensor]
 """Features (N, d) and labels (N,)."""
 
-LABELS = ("teacher", "clusters", "random")
+LABELS = ("teacher", "network", "clusters", "mixtures", "random")
+MIXED = ("teacher", "network", "mixtures")
+"""The kinds of labels that stand for nothing known: a linear rule, a curved one, and clusters."""
+_CENTRES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,11 @@ def gaussian(
     """Synthetic data: standardised Gaussian features, scaled to the largest norm, and labels.
 
     labels      "teacher": the index of the largest of random linear functions of the features, one
-                for each class; "clusters": drawn uniformly, each class around a centre of its own;
-                "random": drawn uniformly, so that only memorising the examples lowers the loss
+                for each class: a linear model will always be right for these; "network": the
+                largest output of a random network with one hidden layer; "clusters": drawn
+                uniformly, each class around a centre of its own; "mixtures": the same with three
+                centres for each class, which no linear model separates; "random": drawn uniformly,
+                so that only memorising the examples lowers the loss
     separation  how many standard deviations the centres of clusters lie from the middle
     """
     _validate.choice("labels", labels, LABELS)
@@ -61,11 +67,28 @@ def gaussian(
     directions = torch.randn(classes, d, generator=generator, dtype=torch.float64)
     if labels == "teacher":
         y = (x @ directions.T).argmax(dim=1)
+    elif labels == "network":
+        y = _network_labels(x, classes, generator)
+    elif labels == "mixtures":
+        centres = torch.randn(classes, _CENTRES, d, generator=generator, dtype=torch.float64)
+        which = torch.randint(_CENTRES, (n,), generator=generator)
+        x = x + (separation / math.sqrt(d)) * centres[y, which]
     elif labels == "clusters":
         x = x + (separation / math.sqrt(d)) * directions[y]
     x = x - x.mean(dim=0)
     x = x / x.std(dim=0, correction=0).clamp_min(1e-12)
     return (x * (shape.largest_norm / x.norm(dim=1).max())).float(), y
+
+
+def _network_labels(x: torch.Tensor, classes: int, generator: torch.Generator) -> torch.Tensor:
+    """The largest output of a network with 4 tanh units for each class, whose outputs are centred
+    so that the classes are of about one size.
+    """
+    d = x.shape[1]
+    inner = torch.randn(4 * classes, d, generator=generator, dtype=x.dtype) * (2 / math.sqrt(d))
+    outer = torch.randn(classes, 4 * classes, generator=generator, dtype=x.dtype)
+    outputs = torch.tanh(x @ inner.T) @ outer.T
+    return ((outputs - outputs.mean(0)) / outputs.std(0).clamp_min(1e-12)).argmax(dim=1)
 
 
 def synthetic_sets(

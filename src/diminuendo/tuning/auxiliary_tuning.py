@@ -1,4 +1,4 @@
-"""tune(...): choose schedule, steps, learning rate, clip norm and momentum without private data.
+"""Families of schedules compared on auxiliary data, each with the same effort.
 
 Candidates are trained on auxiliary data of the private set's public shape, many at once by the
 replicas engine, all with the same seeds; Optuna proposes them. Every family of schedules gets the
@@ -29,12 +29,20 @@ from diminuendo.tuning.auxiliary import Labelled, Shape, check_auxiliary, synthe
 from diminuendo.tuning.networks import TwoLayers
 from diminuendo.tuning.results import FamilyResult, Trial, TuningResult
 from diminuendo.tuning.search import Search
-from diminuendo.tuning.space import Candidate, CurveOf, Space, check_family, make_plan
+from diminuendo.tuning.space import (
+    Candidate,
+    CurveOf,
+    Space,
+    as_printed,
+    check_family,
+    make_plan,
+)
 
 OBJECTIVES = ("train-loss", "test-loss")
+"""What the families of schedules are compared by."""
 
 
-def tune(
+def tune_families(
     budget: Budget,
     shape: Shape,
     *,
@@ -54,24 +62,8 @@ def tune(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> TuningResult:
-    """Find the best candidate of every family on auxiliary data, which costs no privacy.
-
-    shape       public facts about the private set: examples, features, classes, largest norm
-    families    "uniform", "exponential", "step", "time", "polynomial", "linear", "optimal"
-    space       the ranges that are searched
-    model       makes the module; by default the paper's network with 1000 hidden units
-    auxiliary   the kind of labels of synthetic data ("teacher", "clusters", "random"), or public
-                data sets
-    held_out    a test set for each public data set, for minimise="test-loss"; synthetic data come
-                with their own
-    influence   for "optimal": an influence curve, or a function that returns one for T steps
-    minimise    the final "train-loss" on the auxiliary set (as in the paper), or its "test-loss"
-    trials      how many candidates of every family; each is trained `repeats` times
-    batch       how many candidates are proposed and trained at a time
-    storage     a database URL, or a file ending in .journal, which several machines may share
-    name        the study's name in the storage
-    """
-    space = space or Space()
+    """The best candidate of every family; the arguments are those of `tune`."""
+    space = as_printed(space)
     for family in families:
         check_family(family, space, "families")
     if not families or len(set(families)) != len(families):
@@ -130,7 +122,9 @@ def tune(
         for family in families:
             search = Search(family, space, settings, storage, f"{name}: {family}", seed)
             search.run(scores, trials, batch, bar.advance)
-            results[family] = _best_of(search, trials, budget, shape.examples, parameters, curve_of)
+            results[family] = _best_of(
+                search, trials, budget, shape.examples, parameters, curve_of, model
+            )
     return TuningResult(
         families=results,
         minimise=minimise,
@@ -158,6 +152,7 @@ def _best_of(
     examples: int,
     parameters: int,
     influence: CurveOf | None,
+    model: Model,
 ) -> FamilyResult:
     trials = search.trials(most)
     scored = [(trial.score, trial.candidate) for trial in trials if trial.score is not None]
@@ -175,6 +170,7 @@ def _best_of(
         lr=candidate.lr,
         score=score,
         candidate=candidate,
+        model=model,
         searched=search.space.searched(search.family),
         trials=trials,
     )
@@ -253,6 +249,7 @@ def _digest(sets: Sequence[Labelled]) -> str:
 
 
 def _curve_digest(curve_of: CurveOf, space: Space) -> str:
+    assert space.steps is not None  # filled with the paper's
     longest = space.steps[1] if isinstance(space.steps, tuple) else space.steps
     values = np.asarray(curve_of(longest), dtype=np.float64)
     return hashlib.sha256((values / values.max()).round(12).tobytes()).hexdigest()[:16]

@@ -1,15 +1,50 @@
-"""The paper's network: two layers, with rectified linear units in the hidden one."""
+"""Models to choose from: linear ones, networks with one hidden layer, and the user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+from diminuendo import _validate
+from diminuendo.errors import InputError
+from diminuendo.replicas.replica import Model
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Makes a linear model features → classes (softmax regression) when called.
+
+    It starts from zero: its loss is convex, so that random weights would be nothing but noise, of
+    which private training has enough (0.65 against 0.635 on MNIST at (1, 1e-5) and N = 1000).
+
+    features  inputs of an example
+    classes   outputs
+    """
+
+    features: int
+    classes: int
+
+    def __call__(self) -> nn.Module:
+        model = nn.Linear(self.features, self.classes)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return model
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        return (self.features + 1) * self.classes
 
 
 @dataclass(frozen=True)
 class TwoLayers:
     """Makes a network features → hidden → classes when called, as `model` arguments do.
+
+    With 1000 hidden units, rectified, it is the paper's network.
 
     features  inputs of an example
     hidden    hidden units
@@ -31,3 +66,46 @@ class TwoLayers:
     def parameters(self) -> int:
         """How many parameters the network has."""
         return (self.features + 1) * self.hidden + (self.hidden + 1) * self.classes
+
+
+Models = Sequence[str | int | Model] | Mapping[str, str | int | Model]
+"""Models to choose from: "linear", a number of hidden units, or a function that makes a module."""
+
+
+def named_models(models: Models, features: int, classes: int) -> dict[str, Model]:
+    """Each model by its name: "linear", "hidden 32", or for one's own the key or the function's."""
+    given = models if isinstance(models, Mapping) else dict(enumerate(models))
+    if isinstance(models, str) or not given:
+        raise InputError(
+            'a list such as ["linear", 32, 128]', name="models", value=models, remedy=_REMEDY
+        )
+    named: dict[str, Model] = {}
+    for key, one in given.items():
+        name, model = _named(one, features, classes)
+        name = key if isinstance(key, str) else name
+        if name in named:
+            raise InputError(
+                "models of different names",
+                name="models",
+                value=name,
+                remedy='Name them: models={"mine": make, …}.',
+            )
+        named[name] = model
+    return named
+
+
+_REMEDY = 'Each is "linear", a number of hidden units, or a function that makes a module.'
+
+
+def _named(one: str | int | Model, features: int, classes: int) -> tuple[str, Model]:
+    if isinstance(one, str):
+        _validate.choice("models", one, ("linear",), remedy=_REMEDY)
+        return one, Linear(features, classes)
+    if isinstance(one, Linear):
+        return "linear", one
+    if isinstance(one, TwoLayers):
+        return f"hidden {one.hidden}", one
+    if callable(one):
+        return getattr(one, "__name__", type(one).__name__), one
+    hidden = _validate.count("models", one, remedy=_REMEDY)
+    return f"hidden {hidden}", TwoLayers(features, hidden, classes)

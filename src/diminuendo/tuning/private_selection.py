@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from diminuendo import _validate
-from diminuendo.budget import SENSITIVITY, Budget, Relation, delta_of
+from diminuendo.budget import SENSITIVITY, Budget, Relation, as_budget, delta_of
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
@@ -39,6 +39,7 @@ from diminuendo.tuning.space import (
     LOGARITHMIC,
     Candidate,
     Space,
+    as_printed,
     check_private_family,
     make_plan,
 )
@@ -79,8 +80,9 @@ def epsilon_of_best(
     return max(epsilon, 0.0) * _ROUNDING
 
 
-def share(budget: Budget, mean_trials: float) -> float:
+def share(budget: Budget | tuple[float, float], mean_trials: float) -> float:
     """The largest Σ 1/σ² of a trial, score included, for which the selection fits the budget."""
+    budget = as_budget(budget)
     low, high = 0.0, budget.R
     for _ in range(60):
         middle = (low + high) / 2
@@ -115,7 +117,7 @@ class SelectionResult:
 
 
 def select_on_private(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     data: Labelled,
     *,
     model: Model,
@@ -134,7 +136,7 @@ def select_on_private(
     space        the ranges from which every trial draws its settings
     mean_trials  the expected number of trials, above 0 and at most 10,000
     """
-    space = space or Space()
+    budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     mean_trials = _validate.real("mean_trials", mean_trials, above=0, at_most=10_000)
     each = share(budget, mean_trials)

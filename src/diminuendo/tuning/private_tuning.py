@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from diminuendo import _progress, _validate
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
@@ -40,7 +40,13 @@ from diminuendo.training.mechanism import ExactNoise
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.tuning.auxiliary import Labelled
 from diminuendo.tuning.search import Search
-from diminuendo.tuning.space import Candidate, Space, check_private_family, make_plan
+from diminuendo.tuning.space import (
+    Candidate,
+    Space,
+    as_printed,
+    check_private_family,
+    make_plan,
+)
 
 SCORE_SHARE = 0.05
 """The share of the budget that the scores of all trials cost, unless their noise is given."""
@@ -69,9 +75,9 @@ class PrivateTuningResult:
     epsilon: float
 
 
-def share(budget: Budget, trials: int, score_noise: float) -> float:
+def share(budget: Budget | tuple[float, float], trials: int, score_noise: float) -> float:
     """The largest Σ 1/σ² of one trial, and of the final run."""
-    trials = _validate.count("trials", trials)
+    budget, trials = as_budget(budget), _validate.count("trials", trials)
     left = budget.R - trials / _validate.positive("score_noise", score_noise) ** 2
     if left <= 0:
         raise BudgetRefused(
@@ -82,7 +88,7 @@ def share(budget: Budget, trials: int, score_noise: float) -> float:
 
 
 def tune_on_private(
-    budget: Budget,
+    budget: Budget | tuple[float, float],
     data: Labelled,
     *,
     model: Model,
@@ -108,7 +114,7 @@ def tune_on_private(
     """
     trials = _validate.count("trials", trials)
     patience = _validate.real("patience", patience, at_least=0)
-    space = space or Space()
+    budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     noise = math.sqrt(trials / (SCORE_SHARE * budget.R)) if score_noise is None else score_noise
     each = share(budget, trials, noise)

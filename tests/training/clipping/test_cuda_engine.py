@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ class Recurrent(nn.Module):
 @pytest.fixture(autouse=True)
 def _full_precision() -> Iterator[None]:
     """TF32 would hide errors of the size that is looked for."""
-    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    backends: tuple[Any, Any] = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:
         backend.allow_tf32 = False
@@ -182,7 +183,7 @@ def test_compiled_by_inductor(name: str) -> None:
     with Engine(model) as engine:
         expected = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
     torch._dynamo.reset()
-    compiled = torch.compile(model)
+    compiled: Any = torch.compile(model)
     with Engine(compiled) as engine:
         for _ in range(2):
             actual = engine.clipped_sum(batch_loss(compiled, (x,)), Flat(0.5))

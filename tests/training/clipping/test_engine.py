@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +201,7 @@ def test_terms_that_cancel_are_clipped_all_the_same(kind: str, scale: float) -> 
         weights = torch.randn(tokens, width)
         weights -= weights.mean(0)
         near = torch.randn(1, 1, width) + 1e-4 * torch.randn(1, tokens, width)
+        model: nn.Module
         if kind == "linear":
             model, x = nn.Linear(width, width, bias=False), near * scale
         elif kind == "embedding":
@@ -311,7 +314,7 @@ def test_checkpointing(reentrant: bool) -> None:
             return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
 
     model, x = Saving(), torch.randn(4, 3, 6)
-    grads = []
+    grads: list[list[Any]] = []
     for i in range(4):
         value = batch_loss(model, (x[i : i + 1],)).sum()
         model.zero_grad()
@@ -542,6 +545,7 @@ def test_compiled_model(first: str, backend: str) -> None:
     with Engine(model) as engine:
         expected = engine.clipped_sum(batch_loss(model, (x,)), Flat(0.5))
     torch._dynamo.reset()
+    compiled: Any
     if first == "engine":
         engine = Engine(model)
         compiled = torch.compile(model, backend=backend)
@@ -591,3 +595,40 @@ def test_a_hook_that_writes_on_the_gradient_changes_its_own_step_alone() -> None
         again = engine.clipped_sum(batch_loss(model, (x,)), Automatic(1.0))
     close(halved.norms, 0.5 * first.norms, 1e-12, "norms")
     assert torch.equal(again.norms, first.norms)
+
+
+def test_a_model_keeps_its_arguments() -> None:
+    """Trainers read the names of the arguments to know what to pass."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, pixels: Tensor, scale: float = 1.0) -> Tensor:
+            out: Tensor = self.layer(pixels) * scale
+            return out
+
+    model = Named()
+    before = inspect.signature(model.forward)
+    with Engine(model):
+        assert inspect.signature(model.forward) == before
+
+
+def test_messages_name_the_model_where_it_has_no_path() -> None:
+    """A lone layer has the path "", which once was printed as such."""
+    cases = [
+        (torch.nn.Linear(3, 2), torch.zeros(3)),
+        (torch.nn.Conv1d(3, 2, 1), torch.zeros(3, 4)),
+        (torch.nn.LayerNorm(3), torch.zeros(3)),
+        (torch.nn.GRU(3, 2, batch_first=True), torch.zeros(3)),
+        (torch.nn.BatchNorm1d(3), torch.zeros(5, 3)),
+    ]
+    for model, x in cases:
+        with pytest.raises(EngineError, match="the model itself") as error:
+            (Engine(model), model(x))
+        assert "''" not in str(error.value)
+    inside = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    Engine(inside)
+    with pytest.raises(EngineError, match="'0' got an input of shape"):
+        inside(torch.zeros(3))

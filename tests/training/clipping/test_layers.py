@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,7 +158,7 @@ CONV: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CONV, ids=str)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_conv(dims: int, options: dict[str, Any]) -> None:
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     kernel = (3, 2, 3)[:dims]
     model = nn.Sequential(kind(4, 8, kernel, **options), relu(), kind(8, 2, 1))
     compare(model, (randn(3, 4, *(9, 8, 7)[:dims]),))
@@ -181,7 +182,7 @@ def test_wide_conv(dims: int) -> None:
 
 def test_channels_last() -> None:
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), relu(), nn.Conv2d(6, 4, 2))
-    model = model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     compare(model, (randn(3, 4, 6, 6).to(memory_format=torch.channels_last),))
 
 
@@ -305,7 +306,7 @@ def test_frozen_and_low_rank() -> None:
     compare(model, (randn(6, 4, 5),))
 
 
-FALLBACK = {
+FALLBACK: dict[str, tuple[nn.Module, list[tuple[int, ...]]]] = {
     "prelu": (nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 2)), [(3, 4)]),
     "transposed": (nn.Sequential(nn.ConvTranspose2d(3, 4, 2, stride=2)), [(3, 3, 4, 4)]),
     "bilinear": (Pair(), [(3, 4), (3, 3)]),
@@ -332,7 +333,7 @@ def test_parametrized_weight() -> None:
 class Recurrent(nn.Module):
     """A recurrent layer between linear maps; the loss sees outputs and last states."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
         self.before = nn.Linear(3, 4)
         self.recurrent = kind(4, 5, batch_first=True, **options)

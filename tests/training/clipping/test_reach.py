@@ -119,7 +119,7 @@ class Both(Model):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(6))
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         hidden = (self.embed(x) * self.scale).tanh()
         return torch.cat([self.head(hidden).flatten(1), hidden.flatten(1)], 1)
 
@@ -156,6 +156,42 @@ class Routed(Model):
             (where,) = (share.argmax(-1) == position).nonzero(as_tuple=True)
             out.index_add_(0, where, expert(flat[where]) * share[where, position, None])
         return out.view_as(x)
+
+
+class Picked(Model):
+    """Experts whose weights are one parameter; the loop is over those that any token goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.weights = nn.Parameter(torch.randn(4, 6, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        share, chosen = self.gate(flat).softmax(-1).topk(2)
+        with torch.no_grad():
+            mask = F.one_hot(chosen, 4).permute(2, 1, 0)
+            hit = (mask.sum((-1, -2)) > 0).nonzero()
+        out = torch.zeros_like(flat)
+        for number in hit:
+            expert = number[0]
+            position, where = torch.where(mask[expert])
+            hidden = F.linear(flat[where], self.weights[expert]).tanh()
+            out.index_add_(0, where, hidden * share[where, position, None])
+        return out.view_as(x)
+
+
+class WrittenOver(Model):
+    """An operation that is repeated, and whose result another one writes on in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(6, 2, 3))
+
+    def body(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("bih,dnh->bind", x[..., :3], self.kernel).flatten(2)[..., :6]
+        scores *= 0.5
+        return x + scores
 
 
 class Tied(Model):
@@ -234,8 +270,8 @@ class Bags(Model):
 
 
 HEALTHY = [
-    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Tied, Saved,
-    SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, WrittenOver,
+    Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 
@@ -493,7 +529,7 @@ def test_a_function_of_the_users_own_is_refused() -> None:
             return x * scale
 
         @staticmethod
-        def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # noqa: ARG004
+        def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
             return grad, grad.sum(0)
 
     class User(Model):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 4), (1, 5)),
     "linear, tokens, gram": (lambda: nn.Linear(9, 8), (1, 3, 9)),
     "linear, tokens, formed": (lambda: nn.Linear(2, 3), (1, 24, 2)),
-    "linear, checked": (lambda: nn.Linear(70, 60, bias=False), (1, 2, 70)),
+    "linear, checked": (lambda: nn.Linear(70, 66, bias=False), (1, 2, 70)),
     "convolution": (lambda: nn.Conv1d(3, 4, 3, padding=1), (1, 3, 6)),
     "convolution, gram": (lambda: nn.Conv1d(12, 20, 2), (1, 12, 3)),
     "convolution, groups": (lambda: nn.Conv2d(4, 4, 2, groups=2), (1, 4, 3, 3)),
@@ -300,8 +301,11 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     monkeypatch.setattr(conv, "_NARROW", 1)
+    monkeypatch.setattr(sums, "_NARROW", 1)
+    model: nn.Module
+    owner: type[Any] = Product
     if kind == "linear":
-        model, x, owner = nn.Linear(70, 64), torch.randn(40, 70), Product
+        model, x = nn.Linear(70, 64), torch.randn(40, 70)
     else:
         groups = 2 if kind == "groups" else 1
         model, x = nn.Conv1d(6, 8, 2, groups=groups), torch.randn(40, 6, 9)
@@ -396,8 +400,8 @@ def test_tf32_as_a_gpu_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     torch.manual_seed(0)
     for layer, shape in (
-        (nn.Linear(70, 60), (1, 70)),
-        (nn.Linear(70, 60, bias=False), (1, 3, 70)),
+        (nn.Linear(70, 66), (1, 70)),
+        (nn.Linear(70, 66, bias=False), (1, 3, 70)),
         (nn.Conv1d(3, 4, 2, bias=False), (1, 3, 9)),
         (nn.Conv1d(40, 50, 2, bias=False), (1, 40, 4)),
         (Twice(nn.Linear(8, 8)), (1, 8)),
@@ -429,7 +433,7 @@ def test_a_cpu_that_may_multiply_in_bfloat16(layer: str, monkeypatch: pytest.Mon
         finally:
             torch.set_float32_matmul_precision(before)
     # The layer's own forward pass plays no part: the gradients are the weights.
-    assert torch.allclose(*found, rtol=1e-4)
+    assert torch.allclose(found[0], found[1], rtol=1e-4)
     per_example = [
         torch.autograd.grad(
             (model.double().layer(row.double()[None]) * w.double()[None]).sum(),
@@ -444,7 +448,8 @@ def test_what_a_certified_sum_needs() -> None:
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3)
     with Engine(model) as engine:
-        for wrong in ({"scale": 0.5}, {"share": 0.0}, {"share": 1.5}):
+        refused: list[dict[str, Any]] = [{"scale": 0.5}, {"share": 0.0}, {"share": 1.5}]
+        for wrong in refused:
             with pytest.raises(EngineError, match="scale 1 and a share"):
                 engine.clipped_sum(model(x).sum(1), Flat(1.0), certify=True, **wrong)
         for narrow in (engine.zeros(), engine.zeros):

@@ -56,7 +56,12 @@ def test_a_node_lets_itself_be_hooked_from_both_sides() -> None:
     out = x * 2
     seen: list[Tensor] = []
     assert out.grad_fn is not None
-    out.grad_fn.register_prehook(lambda grads: (seen.append(grads[0]), (None,))[1])
+
+    def stop(grads: tuple[Tensor, ...]) -> tuple[None]:
+        seen.append(grads[0])
+        return (None,)
+
+    out.grad_fn.register_prehook(stop)
     out.sum().backward()
     assert len(seen) == 1
     assert x.grad is None
@@ -95,7 +100,7 @@ def test_gradients_of_many_examples_in_one_call() -> None:
     run = torch.autograd.Variable._execution_engine.run_backward
 
     def pull(row: Tensor) -> tuple[Tensor, ...]:
-        return run((out,), (row,), True, False, (weight,), True, False)  # type: ignore[no-any-return]
+        return run((out,), (row,), True, False, (weight,), True, False)
 
     (found,) = torch._vmap_internals._vmap(pull, 0, 0, allow_none_pass_through=True)(rows)
     assert torch.allclose(found, rows * weight.detach().cos())

@@ -8,7 +8,8 @@ import torch
 
 from diminuendo.errors import DiminuendoError
 from diminuendo.training.mechanism import cipher, exact, kernels
-from diminuendo.training.mechanism.exact import Grid, add_rounded_gaussian
+from diminuendo.training.mechanism.exact import add_rounded_gaussian
+from diminuendo.training.mechanism.grid import Grid
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.available), reason="no CUDA device with Triton"

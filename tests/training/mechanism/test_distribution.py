@@ -11,7 +11,8 @@ import torch
 from scipy import stats
 
 from diminuendo.training.mechanism import cipher
-from diminuendo.training.mechanism.exact import Grid, add_rounded_gaussian
+from diminuendo.training.mechanism.exact import add_rounded_gaussian
+from diminuendo.training.mechanism.grid import Grid
 
 KEYS = (b"distribution of the noise, key 1", b"distribution of the noise, key 2")
 SIZE = 2_000_000

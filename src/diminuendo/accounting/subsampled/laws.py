@@ -25,7 +25,7 @@ from diminuendo.accounting.subsampled.composition import (
 from diminuendo.accounting.subsampled.estimate import MAX_WORK, Estimate, choose_settings
 from diminuendo.accounting.subsampled.transform import outcome_probability, split_range
 
-SPLIT_WORK = 3e7
+SPLIT_WORK = 3e6
 MAX_JUMP = -1.0
 RATIO = 16.0
 CLEARANCE = 10.0
@@ -81,7 +81,7 @@ class Laws:
             return [*laws, jump_law(mixture, body, jump, settings)]
         edge = level
         while edge < estimate.reach:
-            top = RATIO * edge if RATIO**2 * edge < estimate.reach else math.inf
+            top = RATIO * edge if 2.0 * RATIO * edge < estimate.reach else math.inf
             span = estimate.bounds
             if math.isfinite(top):
                 span = split_range(mixture.mu, mixture.rate, span, top)[0]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from diminuendo.accounting.filters import best_order
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, as_budget
 from diminuendo.errors import BudgetRefused
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import approval, operations, renamed, rows
@@ -27,7 +27,7 @@ class Budgets(Connected):
     def create(
         self,
         name: str,
-        budget: Budget,
+        budget: Budget | tuple[float, float],
         *,
         data: str | None = None,
         unit: str = "example",
@@ -57,6 +57,7 @@ class Budgets(Connected):
                       same call by another person acts
         allow_second  allow a second budget for the same data: the two add up to more than either
         """
+        budget = as_budget(budget)
         if composition is None:
             composition = "gaussian" if order is None and typical is None else "renyi"
         if composition == "renyi" and order is None:

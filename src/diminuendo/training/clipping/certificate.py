@@ -41,25 +41,40 @@ class Certificate:
         vectors = normal(length, _VECTORS)
         self._size = float(vectors.norm()) * 1.001
         self._vectors = vectors
+        self._parts: dict[int, Tensor] = {}
         self._squares: list[Tensor] = []
         self._known: list[Tensor | float] = []
+        self._of_norms = 0.0
 
     def count(self, term: Term, factors: Tensor) -> None:
-        """Count the error of a precise sum."""
-        self._known.append(term.spent(factors, self._sensitivity) * term.error)
+        """Count the error of a precise sum.
+
+        Terms whose sizes are parts of the norm are counted together: their errors are a vector
+        that is, for each example, at most the largest ``error`` times its clipped norm.
+        """
+        if term.terms is None and term.cancelled == 1.0:
+            self._of_norms = max(self._of_norms, term.error * len(factors) * self._sensitivity)
+        else:
+            self._known.append(term.spent(factors, self._sensitivity) * term.error)
+
+    def vectors(self, term: Term, device: torch.device | None = None) -> Tensor:
+        """The random vectors for a term, one column each: the same tensor every time."""
+        length = term.probes()
+        if device is not None and self._vectors.device != device:
+            self._vectors, self._parts = self._vectors.to(device, non_blocking=True), {}
+        if length not in self._parts:
+            self._parts[length] = self._vectors[:length]
+        return self._parts[length]
 
     def measure(self, term: Term, total: Tensor, factors: Tensor) -> None:
         """Measure the error of a quick sum."""
-        length = term.probes()
-        if self._vectors.device != total.device:
-            self._vectors = self._vectors.to(total.device, non_blocking=True)
-        self._squares.append(term.probe(total, self._vectors[:length]))
+        self._squares.append(term.probe(total, self.vectors(term, total.device)))
         rounding = term.probe_error() * self._size / math.sqrt(_SHARE)
         self._known.append(term.spent(factors, self._sensitivity) * rounding)
 
     def error(self) -> Tensor | float:
         """An upper bound for the error of all sums together, but for ``FAILURE``."""
-        known: Tensor | float = sum(self._known)
+        known: Tensor | float = sum(self._known, self._of_norms)
         if not self._squares:
             return known
         return torch.stack(self._squares).sum().div(_SHARE).sqrt().mul(1.001) + known

@@ -10,10 +10,14 @@ from torch import Tensor
 
 from diminuendo.training.clipping.certificate import Certificate
 from diminuendo.training.clipping.errors import EngineError
-from diminuendo.training.clipping.sums import Term
+from diminuendo.training.clipping.sums import Job, Product, Term, multiply
 
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
+# What sums in float32 with an error that is known beforehand may take of the allowance, together.
+_KNOWN = 0.48
+TAME = 2.0**-60, 2.0**60
+"""Clip bounds, and factors that are not zero, for which float32 neither over- nor underflows."""
 
 Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 """Where sums go; a function is called once the backward pass has let go of its memory."""
@@ -41,11 +45,23 @@ class Summation:
         """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
         but for the probability ``certificate.FAILURE``."""
         _check_reach(terms, examples, allowance)
+        if _tame(terms, sensitivity):
+            for part in terms:
+                part.term.relax(_KNOWN * allowance / examples)
         quick = [part.term.checked and part.slot not in self.precise for part in terms]
         self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
         checked = [position for position, fast in enumerate(quick) if fast]
         longest = max([terms[position].term.probes() for position in checked], default=0)
         certificate = Certificate(sensitivity, allowance, longest)
+        multiply(
+            [
+                Job(part.term, certificate.vectors(part.term), quick=True)
+                if fast
+                else Job(part.term, None)
+                for part, fast in zip(terms, quick, strict=True)
+                if isinstance(part.term, Product) and len(part.term.pieces) > 1
+            ]
+        )
         sums = []
         for (_, _, term, row), fast in zip(terms, quick, strict=True):
             sums.append(term.quick() if fast else term.precise())
@@ -60,6 +76,14 @@ class Summation:
             if excessive:
                 self.precise[terms[position].slot] = _CAUTION
         return sums
+
+
+def _tame(terms: list[Located], sensitivity: float) -> bool:
+    """Whether float32 has the range for products of factors and gradients."""
+    if not TAME[0] <= sensitivity <= TAME[1]:
+        return False
+    rows = {id(part.factors): part.factors for part in terms if not part.factors.is_cuda}
+    return all(bool(((factors == 0) | (factors >= TAME[0])).all()) for factors in rows.values())
 
 
 def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:

@@ -35,7 +35,7 @@ from diminuendo.training.clipping.certificate import ALLOWANCE
 from diminuendo.training.clipping.certified import Buffers, Located, Summation, check_request
 from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import upcast
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.marks import Made
 from diminuendo.training.clipping.probe import Sketch, nodes, probe
 from diminuendo.training.clipping.registry import forward_for, owned_parameters
@@ -47,6 +47,7 @@ from diminuendo.training.clipping.rounding import (
 )
 from diminuendo.training.clipping.tape import WHOLE, Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
+from diminuendo.training.cores import few
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -114,7 +115,7 @@ class Engine:
             holder = getattr(module.__dict__.get("forward"), "engine_holder", None)
             if holder is module:
                 raise EngineError(
-                    f"an engine is already attached to '{path}'; call its close() first"
+                    f"an engine is already attached to {place(path)}; call its close() first"
                 )
             if holder is not None:  # copied from a model that had an engine attached
                 del module.__dict__["forward"]
@@ -194,6 +195,11 @@ class Engine:
     def unrecorded(self) -> AbstractContextManager[None]:
         """Within, the model runs as if no engine were attached."""
         return self._tape.pause()
+
+    @property
+    def recording(self) -> bool:
+        """Whether a forward pass now would be recorded: not within `unrecorded` or no_grad."""
+        return self._tape.recording()
 
     def before_forward(self, look: Callable[[Any, dict[str, Any]], None] | None) -> None:
         """Have ``look(args, kwargs)`` called before every recorded call of the whole model.
@@ -319,7 +325,8 @@ class Engine:
         check_request(sums)
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             total = sums[slot] if rows is WHOLE else sums[slot][rows]
-            total.add_(part.reshape(total.shape))
+            with few(part.numel()):
+                total.add_(part.reshape(total.shape))
         for piece in live:
             piece.release()
         return ClippedSum(sums, norms, finite)

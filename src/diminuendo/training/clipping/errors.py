@@ -5,6 +5,11 @@ from __future__ import annotations
 from diminuendo.errors import DiminuendoError
 
 
+def place(path: str) -> str:
+    """A module's dotted path in quotation marks; the model itself has none."""
+    return f"'{path}'" if path else "the model itself"
+
+
 class EngineError(DiminuendoError, ValueError):
     """The engine was used in a way that cannot give per-example gradients."""
 
@@ -22,7 +27,8 @@ class UnsupportedModule(EngineError):
         self.kind = kind
         self.verdict = verdict
         self.remedy = remedy
-        super().__init__(f"module '{self.path}' ({kind}) is not supported ({verdict}): {remedy}")
+        where = f"module '{path}'" if path else "the model itself"
+        super().__init__(f"{where} ({kind}) is not supported ({verdict}): {remedy}")
 
 
 class MixedExamples(EngineError):
@@ -34,7 +40,7 @@ class MixedExamples(EngineError):
     def __init__(self, path: str, why: str) -> None:
         self.path = path or "(the model itself)"
         super().__init__(
-            f"examples are mixed at '{self.path}': {why}. Each loss must depend on its own example "
+            f"examples are mixed at {place(path)}: {why}. Each loss must depend on its own example "
             "alone: no statistic, attention or loss across the batch, losses in the order of the "
             "examples, and the example as the first dimension of what the model works on"
         )

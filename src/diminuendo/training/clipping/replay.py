@@ -220,10 +220,11 @@ def replayed(
                 else default(source, rows, out)
             )
             piece.outs.append((out.shape, place))
-            piece.seen.append((out.detach(), out._version))
             out = watch.tape.attach(out)
             # One output may be made of another: only what comes from outside counts for that one.
             parts[k] = torch.ops.aten._unsafe_view.default(out, out.shape) if several else out
+            # An alias counts its changes by itself, so what is handed on is what is looked at.
+            piece.seen.append((parts[k].detach(), parts[k]._version))
             watched.append(parts[k])
     if watched:
         watch.tape.watch(piece, *watched)

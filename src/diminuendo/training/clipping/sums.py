@@ -1,8 +1,9 @@
 """``sum_i c_i G_i`` of one parameter, so that its rounding error is known.
 
-A term can be summed in float64 (``precise``), with an error that is bounded beforehand. Where
-that costs more than a plain sum, it can be summed in the type of the data (``quick``) and checked:
-``probe`` multiplies the error of such a sum by random vectors, for docs/rounding.md, lemma 5.
+A term can be summed with an error that is bounded beforehand (``precise``): in float64, or, where
+few enough numbers are added up at a time, in float32 (``relax``). Where that costs more than a
+plain sum, it can be summed in the type of the data (``quick``) and checked: ``probe`` multiplies
+the error of such a sum by random vectors, for docs/rounding.md, lemma 5.
 
 What is summed is exact by definition: rows ``G_i`` that were formed are what they are, and a
 product ``U_i^T V_i`` is that of its two tensors in real numbers.
@@ -11,18 +12,35 @@ product ``U_i^T V_i`` is that of its two tensors in real numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import spread
-from diminuendo.training.clipping.rounding import DOUBLE, cached, cancelled, coarse, to_tf32
+from diminuendo.training.clipping.rounding import (
+    DOUBLE,
+    cached,
+    cancelled,
+    coarse,
+    gamma,
+    to_tf32,
+    unit,
+)
+from diminuendo.training.cores import few, pieces, side_by_side
 
 # Rows of a matrix product that are added up at a time in the type of the data.
 _QUICK = 1024
 # A product is summed and checked if its narrower side is wider than this; else it is precise.
-_NARROW = 56
+_NARROW, _NARROW_GPU = 64, 56
+# Fewest gradients to add up at a time in float32, unless they are all; for fewer, float64 is as
+# fast.
+_FEWEST = 16
+# Entries of the wider side of a product from which on its rows are divided among a CPU's cores.
+_DIVIDED = 1 << 16
 
 
 class Term:
@@ -31,7 +49,7 @@ class Term:
     ``checked`` says whether a quick sum and its check are cheaper than a precise sum. The error
     of the precise sum is at most ``error`` times ``sum_i c_i m_i``, where ``m_i`` (``terms``, if
     known) bounds the sizes of what is added up for example i: at most ``cancelled`` times what is
-    taken for its norm.
+    taken for its norm. If ``cancelled`` is 1, ``m_i`` is what this term adds to the norm.
     """
 
     checked = False
@@ -44,8 +62,15 @@ class Term:
         self.terms, self.cancelled = None, cancelled(like)
         return self
 
+    def relax(self, error: float) -> None:
+        """Allow the precise sum an ``error`` of this size, if it is faster then.
+
+        Factors must be zero or within ``certified.TAME``, which keeps float32 from losing them.
+        """
+        del error
+
     def precise(self) -> Tensor:
-        """The sum in float64."""
+        """The sum with the error that ``error`` bounds; in float64 unless it was relaxed."""
         raise NotImplementedError
 
     def quick(self) -> Tensor:
@@ -80,17 +105,37 @@ class Rows(Term):
 
     def __post_init__(self) -> None:
         self.error = DOUBLE * (len(self.factors) + 8)
+        self._stretch = 0
+
+    def relax(self, error: float) -> None:
+        """Add up some gradients at a time in float32, and what comes out in float64.
+
+        A factor is rounded, a product is rounded, and as many sums as there are gradients, so that
+        the error is ``gamma(stretch + 1)`` for each stretch (docs/rounding.md, lemma 7).
+        """
+        if self.cancelled != 1.0 or self.rows.is_cuda or self.rows.dtype is not torch.float32:
+            return
+        examples, rough = len(self.factors), unit(self.rows)
+        stretch = min(examples, math.floor(error / (rough * (1 + error))) - 2)
+        if stretch >= min(examples, _FEWEST):
+            self._stretch = stretch
+            self.error = gamma(stretch + 2, rough) + DOUBLE * (examples // stretch + 8)
 
     def precise(self) -> Tensor:
-        flat = self.rows.flatten(1)
-        step = cached(flat)
+        flat, factors = self.rows.flatten(1), self.factors
+        if self._stretch:
+            step, dtype = self._stretch, flat.dtype
+            factors = factors.to(dtype)
+        else:
+            step, dtype = cached(flat), torch.float64
         if step >= len(flat):
-            return torch.mv(flat.double().t(), self.factors).view(self.rows.shape[1:])
-        total = self.factors.new_zeros(flat.shape[1])
-        for part, factors in zip(
-            torch.split(flat, step), torch.split(self.factors, step), strict=True
-        ):
-            total.addmv_(part.double().t(), factors)
+            return torch.mv(flat.to(dtype).t(), factors).view(self.rows.shape[1:])
+        total = flat.new_zeros(flat.shape[1], dtype=torch.float64)
+        for part, some in zip(torch.split(flat, step), torch.split(factors, step), strict=True):
+            if self._stretch:
+                total.add_(torch.mv(part.t(), some))
+            else:
+                total.addmv_(part.double().t(), some)
         return total.view(self.rows.shape[1:])
 
 
@@ -133,6 +178,9 @@ class Product(Term):
         self.terms = terms if many else None
         self.cancelled = cancelled(u) if many else 1.0
         self.column: Tensor | None = None
+        self._quick: Tensor | None = None
+        self._exact: Tensor | None = None
+        self._vectors: Tensor | None = None
         self.factors = factors
         self.weights: Tensor | None = factors
         if coarse(u):
@@ -142,44 +190,89 @@ class Product(Term):
         u, v = u.flatten(0, -2), v.flatten(0, -2)
         self.turned = u.shape[1] > v.shape[1]
         self.narrow, self.wide = (v, u) if self.turned else (u, v)
-        self.checked = self.narrow.shape[1] > _NARROW and u.dtype is not torch.float64
+        narrow = _NARROW_GPU if u.is_cuda else _NARROW
+        self.checked = self.narrow.shape[1] > narrow and u.dtype is not torch.float64
+        self.pieces = self._divided()
         length = u.shape[0]
         self.block = max(64, cached(self.wide), math.isqrt(length))
-        self.error = DOUBLE * (min(length, self.block) + length // self.block + 8)
+        added = min(length, self.block) + length // self.block + len(self.pieces)
+        self.error = DOUBLE * (added + 8)
+
+    def _divided(self) -> list[slice]:
+        """Rows for each core of a CPU, where the sums of all cores together are small beside them.
+
+        What a core converts to float64 is then in its own cache when it multiplies.
+        """
+        length, width = self.narrow.shape
+        small = self.wide.is_cuda or self.wide.numel() < _DIVIDED
+        return pieces(length, 1 if small else length // max(1, 2 * width))
 
     def _shaped(self, total: Tensor) -> Tensor:
         return total.t() if self.turned else total
 
-    def _scaled(self, dtype: torch.dtype) -> Tensor:
-        narrow = self.narrow.to(dtype)
-        return narrow if self.weights is None else narrow * self.weights.to(dtype).unsqueeze(1)
+    def _scaled(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        narrow = self.narrow[rows]
+        if self.weights is None:
+            return narrow.to(dtype)
+        return narrow * self.weights[rows].to(dtype).unsqueeze(1)  # in the wider of the two types
 
-    def _times_wide(self, left: Tensor) -> Tensor:
-        """``left`` times the wider side in float64; the column too."""
-        count, length = left.shape
-        padded = left.new_zeros(-(-(count + 1) // 4) * 4, length)  # a width that kernels like
-        padded[:count] = left
-        padded[count] = 1.0 if self.weights is None else self.weights
-        total = left.new_zeros(padded.shape[0], self.wide.shape[1])
-        parts = zip(
-            torch.split(padded, self.block, 1), torch.split(self.wide, self.block), strict=True
-        )
-        for part, wide in parts:
-            total.addmm_(part, wide.double())
+    def exact_piece(self, number: int, vectors: Tensor | None) -> Tensor:
+        """What some of the rows add to the sum in float64, or to its product with the vectors; the
+        column below it."""
+        rows = self.pieces[number]
+        left, total = self._scaled(rows, torch.float64), None
+        column = left.new_ones(len(left)) if self.weights is None else self.weights[rows]
+        count = left.shape[1] if vectors is None else vectors.shape[1]
+        spare = -(count + 1) % 4  # to a width that kernels like
+        if vectors is None:
+            left = torch.cat([left, column.unsqueeze(1), left.new_zeros(len(left), spare)], 1)
+        else:
+            left = torch.mm(left, F.pad(vectors, (0, 1 + spare)))
+            left[:, count] = column
+        parts = torch.split(left, self.block), torch.split(self.wide[rows], self.block)
+        for part, wide in zip(*parts, strict=True):
+            if total is None:
+                total = torch.mm(part.t(), wide.double())
+            else:
+                total.addmm_(part.t(), wide.double())
+        assert total is not None
+        return total
+
+    def quick_piece(self, number: int) -> Tensor:
+        """What some of the rows add to the quick sum."""
+        rows, total = self.pieces[number], None
+        sides = self._scaled(rows, self.wide.dtype), self.wide[rows]
+        for part, wide in zip(*[torch.split(side, _QUICK) for side in sides], strict=True):
+            product = torch.mm(part.t(), wide)
+            total = product if total is None else total.double().add_(product)
+        assert total is not None
+        return total
+
+    def take(self, job: Job, totals: list[Tensor]) -> None:
+        """Remember what came of a job until ``precise``, ``quick`` or ``probe`` asks for it."""
+        if job.quick:
+            self._quick = totals.pop()
+        if job.exact:
+            self._exact, self._vectors = totals.pop(), job.vectors
+
+    def _exactly(self, vectors: Tensor | None) -> Tensor:
+        """The sum, or its product with the vectors, in float64."""
+        if self._exact is None or self._vectors is not vectors:
+            multiply([Job(self, vectors)])
+        assert self._exact is not None
+        total, self._exact = self._exact, None
+        count = self.narrow.shape[1] if vectors is None else vectors.shape[1]
         self.column = total[count]
         return total[:count]
 
     def precise(self) -> Tensor:
-        return self._shaped(self._times_wide(self._scaled(torch.float64).t()))
+        return self._shaped(self._exactly(None))
 
     def quick(self) -> Tensor:
-        narrow, total = self._scaled(self.wide.dtype), None
-        for part, wide in zip(
-            torch.split(narrow, _QUICK), torch.split(self.wide, _QUICK), strict=True
-        ):
-            product = torch.mm(part.t(), wide)
-            total = product if total is None else total.double().add_(product)
-        assert total is not None
+        if self._quick is None:
+            multiply([Job(self, None, exact=False, quick=True)])
+        assert self._quick is not None
+        total, self._quick = self._quick, None
         return self._shaped(total)
 
     def probes(self) -> int:
@@ -189,9 +282,51 @@ class Product(Term):
         return self.error + 3 * DOUBLE * self.probes()
 
     def probe(self, total: Tensor, vectors: Tensor) -> Tensor:
-        exact = self._times_wide(torch.mm(vectors.t(), self._scaled(torch.float64).t()))
+        exact = self._exactly(vectors)
         ours = torch.mm(vectors.t(), self._shaped(total).double())
         return ours.sub_(exact).square_().sum()
+
+
+class Job(NamedTuple):
+    """What is to be multiplied for a product: the exact sum (or its product with ``vectors``), the
+    quick sum, or both."""
+
+    product: Product
+    vectors: Tensor | None
+    exact: bool = True
+    quick: bool = False
+
+    def piece(self, number: int) -> list[Tensor]:
+        """The sums over some of the rows."""
+        product, found = self.product, []
+        if self.exact:
+            found.append(product.exact_piece(number, self.vectors))
+        if self.quick:
+            found.append(product.quick_piece(number))
+        return found
+
+
+def multiply(jobs: Sequence[Job]) -> None:
+    """Have the cores multiply for several products at once, so that they wait for each other once.
+
+    The products remember the results.
+    """
+    count = max([len(job.product.pieces) for job in jobs], default=0)
+
+    def pieces_of_all(number: int) -> list[list[Tensor] | None]:
+        return [job.piece(number) if number < len(job.product.pieces) else None for job in jobs]
+
+    found = side_by_side(pieces_of_all, count)
+    for place, job in enumerate(jobs):
+        totals: list[Tensor] = []
+        for parts in found:
+            for at, part in enumerate(parts[place] or ()):
+                if at == len(totals):
+                    totals.append(part)
+                else:
+                    with few(part.numel()):
+                        totals[at] = totals[at].double().add_(part)
+        job.product.take(job, totals)
 
 
 @dataclass

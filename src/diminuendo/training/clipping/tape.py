@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import Factor
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.sums import Term
 
 WHOLE = slice(None)
@@ -107,7 +107,7 @@ class Piece:
         for tensor, version in self._saved:
             if tensor._version != version:
                 raise EngineError(
-                    f"the input of '{self.path}' (shape {tuple(tensor.shape)}) was changed in "
+                    f"the input of {place(self.path)} (shape {tuple(tensor.shape)}) was changed in "
                     "place after the layer read it, so its gradient cannot be computed; use the "
                     "out-of-place version of the operation that follows it"
                 )
@@ -117,7 +117,7 @@ class Piece:
         """Raise if the layer saw another number of examples than there are losses."""
         if self.examples != examples:
             raise EngineError(
-                f"the input of '{self.path}' has first dimension {self.examples}, but there "
+                f"the input of {place(self.path)} has first dimension {self.examples}, but there "
                 f"are {examples} losses; the first dimension of everything must be "
                 "the example: keep shapes like (N, tokens, features) instead of folding "
                 "tokens into the batch, and give one loss per example"
@@ -282,7 +282,7 @@ class Tape:
     def _hang(self, piece: Piece, out: Tensor, hook: Callable[..., Any]) -> None:
         node = out.grad_fn
         if node is None:
-            raise EngineError(f"the output of '{piece.path}' has no place in the graph")
+            raise EngineError(f"the output of {place(piece.path)} has no place in the graph")
         node.register_prehook(hook)
 
     def watch_inputs(self, piece: Piece, out: Tensor, positions: tuple[int, ...]) -> None:
@@ -329,9 +329,10 @@ def _refuse_outside(piece: Piece) -> None:
     if _RUNNING:
         return
     raise EngineError(
-        f"a backward pass reached '{piece.path}' outside the engine; call "
-        "engine.clipped_sum(losses, clip) instead of backward(), or run the forward pass within "
-        "engine.frozen() if another model learns from this loss"
+        f"a backward pass reached {place(piece.path)} outside the engine; instead of "
+        "loss.backward() hand one loss per example to private.backward(losses), "
+        "engine.clipped_sum(losses, clip) or the Opacus adapter's optimizer.backward(losses); or "
+        "run the forward pass within engine.frozen() if another model learns from this loss"
     )
 
 

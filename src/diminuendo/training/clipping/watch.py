@@ -9,6 +9,7 @@ for are not watched inside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,8 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
             source = rows = None
+        if made and rows is not None and rows.dim < 0 and self._picks(op, args, kwargs):
+            source = rows = None
         if made and torch.is_grad_enabled():
             self.busy = True
             if rows is not None and source is not None:
@@ -135,6 +138,20 @@ class Watch(TorchFunctionMode):
         elif op.name in EXPANDING and isinstance(result, Tensor) and self._spreads(args, result):
             setattr(result, TAG, Copies(self.examples))
         return result
+
+    def _picks(self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether parameters are picked by numbers that belong to the whole batch.
+
+        A model may loop over the experts that any example was routed to: ``weights[expert]`` is
+        then made of parameters alone, whatever made it be looked at.
+        """
+        if op.name not in ("__getitem__", "select", "index_select") or self.rows_of(args[0]):
+            return False
+        return all(
+            leaf.dim() == 0 and not leaf.is_floating_point()
+            for leaf in _leaves(args[1:], kwargs)
+            if self.rows_of(leaf) is not None
+        )
 
     def mark(
         self,
@@ -278,6 +295,7 @@ class Root:
 
         watched = torch.compiler.disable(self._watched)  # type: ignore[no-untyped-call]
 
+        @functools.wraps(original)  # whoever asks for the arguments gets the model's own
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self is not model or not root.tape.recording() or root.tape.watcher is not None:
                 return call(self, *args, **kwargs)

@@ -19,7 +19,7 @@ from diminuendo.errors import DiminuendoError
 from diminuendo.training.mechanism import cipher, table
 
 if TYPE_CHECKING:
-    from diminuendo.training.mechanism.exact import Grid
+    from diminuendo.training.mechanism.grid import Grid
 
 available = importlib.util.find_spec("triton") is not None
 _BLOCKS = 128

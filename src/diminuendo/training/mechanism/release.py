@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
+from diminuendo.training.cores import few
+
 if TYPE_CHECKING:
     from diminuendo.training.distributed import Group
     from diminuendo.training.seeds import Seeds
@@ -109,7 +111,8 @@ class NoisySum:
             self._flat = mechanism.noise.draw(size, std, self.step, self._dtype, device)
         else:
             dtype = self._dtype if self._starts_noisy else torch.float64
-            self._flat = torch.zeros(size, dtype=dtype, device=device)
+            with few(size):
+                self._flat = torch.zeros(size, dtype=dtype, device=device)
         self.sums = self._shaped(self._flat)
         return self.sums
 
@@ -125,7 +128,9 @@ class NoisySum:
             flat = self._mechanism.noise.add_noise(
                 flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
             )
-        return self._shaped(group.from_first(flat.div_(self.divisor).to(self._dtype)))
+        with few(flat.numel()):
+            gradient = flat.div_(self.divisor).to(self._dtype)
+        return self._shaped(group.from_first(gradient))
 
     @property
     def _dtype(self) -> torch.dtype:

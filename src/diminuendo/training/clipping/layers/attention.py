@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.layers.linear import LinearPiece, linear
 from diminuendo.training.clipping.rounding import above, row_norm
 from diminuendo.training.clipping.sums import Term
@@ -280,11 +280,11 @@ def forward_of(
             )
         if query.dim() != 3 or key.dim() != 3 or value.dim() != 3:
             raise EngineError(
-                f"'{path}' got a query of shape {tuple(query.shape)}; expected (examples, "
+                f"{place(path)} got a query of shape {tuple(query.shape)}; expected (examples, "
                 f"tokens, {module.embed_dim}): add the example dimension"
             )
         if is_causal and attn_mask is None:
-            raise EngineError(f"'{path}': is_causal=True needs attn_mask as well")
+            raise EngineError(f"{place(path)}: is_causal=True needs attn_mask as well")
         heads = module.num_heads
         q, k, v = (
             part.view(*part.shape[:2], heads, -1).transpose(1, 2)

@@ -30,7 +30,7 @@ from diminuendo.training.clipping.contract import (
     upcast,
     weighted,
 )
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
     cancelled,
@@ -402,7 +402,7 @@ def forward_of(module: ConvNd, tape: Tape, path: str) -> Callable[..., Tensor]:
             return out
         if input.dim() != dims:
             raise EngineError(
-                f"'{path}' got an input of shape {tuple(input.shape)}; expected (examples, "
+                f"{place(path)} got an input of shape {tuple(input.shape)}; expected (examples, "
                 f"{module.in_channels}, ...) with {dims} dimensions: add the example dimension"
             )
         weight, bias = module.weight, module.bias

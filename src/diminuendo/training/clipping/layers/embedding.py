@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import Factor, gram_size, spread, upcast
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.rounding import row_norm
 from diminuendo.training.clipping.sums import Lookup, Term
 from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape
@@ -97,7 +97,7 @@ def forward_of(module: nn.Embedding, tape: Tape, path: str) -> Callable[..., Ten
             return nn.Embedding.forward(self, input)
         if input.dim() < 1:
             raise EngineError(
-                f"'{path}' got a single index; expected indices of shape (examples, ...)"
+                f"{place(path)} got a single index; expected indices of shape (examples, ...)"
             )
         weight = cast(nn.Parameter, self.weight)
         out = F.embedding(input, weight.detach().requires_grad_(), self.padding_idx)

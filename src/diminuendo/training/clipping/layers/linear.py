@@ -22,7 +22,7 @@ from diminuendo.training.clipping.contract import (
     upcast,
     weighted,
 )
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.rounding import above, coarse, row_norm, to_tf32
 from diminuendo.training.clipping.sums import Column, Product, Rows, Term
 from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, trained
@@ -186,7 +186,7 @@ def linear(
     """``x W^T + b`` that leaves a :class:`LinearPiece` on the tape."""
     if x.dim() < 2:
         raise EngineError(
-            f"'{path}' got an input of shape {tuple(x.shape)}; expected (examples, ..., "
+            f"{place(path)} got an input of shape {tuple(x.shape)}; expected (examples, ..., "
             f"{weight.shape[1]}): add the example dimension in front"
         )
     fixed, shift = weight.detach(), None if bias is None else bias.detach()

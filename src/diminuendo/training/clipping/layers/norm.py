@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo.training.clipping.contract import upcast, weighted
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.rounding import row_norm
 from diminuendo.training.clipping.sums import Rows, Term
 from diminuendo.training.clipping.tape import (
@@ -128,7 +128,7 @@ def group_norm_forward(
         least = 2 if isinstance(module, nn.GroupNorm) else 3
         if input.dim() < least or input.shape[1] != channels:
             raise EngineError(
-                f"'{path}' got an input of shape {tuple(input.shape)}; expected (examples, "
+                f"{place(path)} got an input of shape {tuple(input.shape)}; expected (examples, "
                 f"{channels}, ...): put the examples first and the channels second"
             )
         groups = module.num_groups if isinstance(module, nn.GroupNorm) else channels
@@ -174,8 +174,8 @@ def layer_norm_forward(
             return out
         if input.dim() <= len(shape):
             raise EngineError(
-                f"'{path}' got an input of shape {tuple(input.shape)}; expected (examples, ..., "
-                f"{', '.join(map(str, shape))}): add the example dimension in front"
+                f"{place(path)} got an input of shape {tuple(input.shape)}; expected (examples, "
+                f"..., {', '.join(map(str, shape))}): add the example dimension in front"
             )
         scale, rooted = module.weight.detach(), not input.requires_grad
         if rooted:

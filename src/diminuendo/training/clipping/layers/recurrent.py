@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.layers.linear import LinearPiece, linear
 from diminuendo.training.clipping.tape import Tape, trained
 
@@ -150,8 +150,9 @@ def forward_of(module: nn.RNNBase, tape: Tape, path: str) -> Callable[..., Any]:
         if not isinstance(input, Tensor) or input.dim() != 3:
             shape = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise EngineError(
-                f"'{path}' got {shape}; expected a tensor (examples, time, {module.input_size}): "
-                "pad sequences instead of packing them and mask the padded steps in the loss"
+                f"{place(path)} got {shape}; expected a tensor (examples, time, "
+                f"{module.input_size}): pad sequences instead of packing them and mask the padded "
+                "steps in the loss"
             )
         if input.shape[0] == 0 or input.shape[1] == 0:
             return original(self, input, hx)

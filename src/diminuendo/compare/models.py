@@ -1,0 +1,146 @@
+"""Models of which many replicas are computed as one: a linear classifier and a small network.
+
+Parameters are rows of a matrix (replicas, parameters). For each layer an example's gradient is an
+outer product input ⊗ delta, so that norms and clipped sums need no per-example gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layer(NamedTuple):
+    """What one layer's gradients are made of: inputs (R, N, in) and deltas (R, N, out)."""
+
+    inputs: Tensor
+    deltas: Tensor
+
+    def norms(self) -> Tensor:
+        """Norms of the examples' gradients, (R, N)."""
+        return torch.as_tensor(self.inputs.norm(dim=2) * self.deltas.norm(dim=2))
+
+    def sums(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i · gradient_i, flat: (R, in × out)."""
+        total = self.inputs.transpose(1, 2) @ (self.deltas * factors.unsqueeze(2))
+        return total.flatten(1)
+
+
+class Model(ABC):
+    """A classifier whose replicas are computed as one; x is (R, N, features), y is (R, N)."""
+
+    convex = False
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """Trainable numbers of one replica."""
+
+    @abstractmethod
+    def start(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """Initial parameters, (R, parameters), one generator for each replica."""
+
+    @abstractmethod
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Logits, (R, N, classes)."""
+
+    @abstractmethod
+    def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
+        """The per-example gradients of the cross-entropy, layer by layer."""
+
+    def losses(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of each example, (R, N)."""
+        logits = self.outputs(theta, x)
+        return -logits.log_softmax(2).gather(2, y.unsqueeze(2)).squeeze(2)
+
+    def accuracy(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The share of correct answers of each replica, (R,)."""
+        return (self.outputs(theta, x).argmax(2) == y).float().mean(1)
+
+
+def _residuals(logits: Tensor, y: Tensor) -> Tensor:
+    """softmax − the label's unit vector."""
+    residual = logits.softmax(2)
+    residual.scatter_add_(2, y.unsqueeze(2), -torch.ones_like(residual[:, :, :1]))
+    return residual
+
+
+@dataclass(frozen=True)
+class Linear(Model):
+    """Multinomial logistic regression; the features hold a constant for the intercept."""
+
+    features: int
+    classes: int
+    convex = True
+
+    @property
+    def parameters(self) -> int:
+        """features × classes."""
+        return self.features * self.classes
+
+    def start(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """Zeros: a convex loss needs no random start."""
+        return torch.zeros(len(generators), self.parameters)
+
+    def _weights(self, theta: Tensor) -> Tensor:
+        return theta.view(-1, self.features, self.classes)
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """x · W."""
+        return x @ self._weights(theta)
+
+    def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
+        """One layer: x ⊗ (softmax − label)."""
+        return [Layer(x, _residuals(self.outputs(theta, x), y))]
+
+
+@dataclass(frozen=True)
+class Network(Model):
+    """One hidden layer of tanh units."""
+
+    features: int
+    classes: int
+    hidden: int = 32
+
+    @property
+    def parameters(self) -> int:
+        """Of both layers; the second has an intercept."""
+        return self.features * self.hidden + (self.hidden + 1) * self.classes
+
+    def start(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """Uniform in ± 1/√inputs, as is customary; the second layer's intercept is 0."""
+        rows = []
+        for generator in generators:
+            first = torch.rand(self.features * self.hidden, generator=generator) * 2 - 1
+            second = torch.rand(self.hidden, self.classes, generator=generator) * 2 - 1
+            second = torch.cat([second / math.sqrt(self.hidden), torch.zeros(1, self.classes)])
+            rows.append(torch.cat([first, second.flatten()]))
+        return torch.stack(rows)
+
+    def _split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        cut = self.features * self.hidden
+        first = theta[:, :cut].view(-1, self.features, self.hidden)
+        return first, theta[:, cut:].view(-1, self.hidden + 1, self.classes)
+
+    def _hidden(self, first: Tensor, x: Tensor) -> Tensor:
+        active = torch.tanh(x @ first)
+        return torch.cat([active, torch.ones_like(active[:, :, :1])], dim=2)
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """tanh(x · W₁) · W₂ + b₂."""
+        first, second = self._split(theta)
+        return self._hidden(first, x) @ second
+
+    def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
+        """Both layers, by one backward pass."""
+        first, second = self._split(theta)
+        active = self._hidden(first, x)
+        delta = _residuals(active @ second, y)
+        back = (delta @ second[:, :-1].transpose(1, 2)) * (1 - active[:, :, :-1] ** 2)
+        return [Layer(x, back), Layer(active, delta)]

@@ -1,0 +1,199 @@
+"""The table as CSV, pictures, a page of HTML and Markdown for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diminuendo import __version__, _files
+from diminuendo.compare.data import TASKS
+from diminuendo.compare.methods import METHODS
+from diminuendo.compare.summary import Column, Row, columns, families, verdict
+from diminuendo.compare.table import Effort, Entry
+from diminuendo.paper.output import write_csv
+from diminuendo.report import figures, html
+
+CLAIM = (
+    "Every method was run at the same certified (ε, δ), for add-remove neighbours, on the same "
+    "samples, starts and noise streams (paired seeds), with the same number of candidates tuned on "
+    "auxiliary data. Seeds are fixed so that the numbers can be reproduced: as releases, these "
+    "very runs would not be private. Accuracies and losses are the experiment's measurements."
+)
+READING = (
+    "“Better” and “worse” are by paired 95% intervals of the difference in test accuracy to "
+    "uniform noise, one comparison at a time: of a hundred methods that are alike, five would be "
+    "told apart by chance."
+)
+_SUMMARY = (
+    "method",
+    "family",
+    "columns",
+    "better",
+    "not told apart",
+    "worse",
+    "points",
+    "mean rank",
+)
+
+
+def column_title(column: Column) -> str:
+    """A column in words."""
+    task, model, examples, epsilon = column
+    return f"{TASKS[task].title}, {model}, N = {examples:,}, ε = {epsilon:g}"
+
+
+def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
+    """Write table.csv, pictures, table.md and index.html into the folder; returns the page."""
+    table = columns(entries)
+    _write_csv(folder / "table.csv", table)
+    pictures = {column: _picture(folder, column, rows) for column, rows in table.items()}
+    _files.write_text(folder / "table.md", markdown(entries, effort))
+    sections = [
+        html.Section(
+            "All columns together",
+            READING,
+            html.table(
+                _SUMMARY,
+                families(entries, table),
+                caption="Against plain uniform noise; points are of test accuracy, in percent.",
+            ),
+        )
+    ]
+    for column, rows in table.items():
+        best = rows[0]
+        sections.append(
+            html.Section(
+                column_title(column),
+                f"Best: {best.title}, {best.accuracy.mean:.1%}.",
+                html.figure(
+                    pictures[column],
+                    "Mean test accuracy with 95% intervals over runs.",
+                    described=f"Accuracies of all methods: {column_title(column)}",
+                ),
+                html.table(
+                    ("method", "accuracy", "− uniform", "− with momentum", "", "claimed ε"),
+                    [_cells(row) for row in rows],
+                ),
+            )
+        )
+    sections += [
+        _methods(),
+        html.Section("What is claimed, and what was tuned", CLAIM, _effort(effort)),
+    ]
+    document = html.page(
+        "Equal budgets: methods of private training on one table",
+        sections,
+        lead="The same certified (ε, δ), data, seeds and tuning effort for every method.",
+        footer=f"diminuendo {__version__}. Every number is also in table.csv and runs/.",
+    )
+    return html.write_page(folder / "index.html", document)
+
+
+def _effort(effort: Effort) -> html.Html:
+    return html.facts(
+        [
+            ("candidates per method", effort.trials),
+            ("runs per candidate, on auxiliary data", effort.tuning_repeats),
+            ("runs per cell", effort.repeats),
+            ("δ", f"{effort.delta:g}"),
+        ]
+    )
+
+
+def _signed(value: object) -> str:
+    signed = getattr(value, "signed", None)
+    return signed() if callable(signed) else ""
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.title,
+        str(row.accuracy),
+        _signed(row.over_uniform),
+        _signed(row.over_strong),
+        verdict(row),
+        f"{row.entry.epsilon_claimed:.4f}",
+    ]
+
+
+def _methods() -> html.Section:
+    rows = []
+    for method in METHODS.values():
+        words = [html.text(method.claim)]
+        if method.differs:
+            words.append(html.text(f" Differs: {method.differs}"))
+        checked = method.checked or ("" if method.run is None else "not checked")
+        rows.append(
+            html.paragraph(
+                html.strong(method.title),
+                f" ({method.key}; {method.family}). {method.paper}. ",
+                *words,
+                f" Its own paper's figures: {checked}." if checked else "",
+            )
+        )
+    return html.Section("Methods, their papers and their claims", *rows)
+
+
+def _picture(folder: Path, column: Column, rows: Sequence[Row]) -> Path:
+    task, model, examples, epsilon = column
+    path = folder / f"accuracy-{task}-{model}-{examples}-{epsilon:g}.svg"
+    finite = [row for row in rows if row.accuracy.mean == row.accuracy.mean]
+    return figures.ranking(
+        [row.title for row in finite],
+        [row.accuracy.mean for row in finite],
+        [min(row.accuracy.half, 1.0) for row in finite],
+        path,
+        title=column_title(column),
+        xlabel="test accuracy",
+    )
+
+
+def _write_csv(path: Path, table: dict[Column, list[Row]]) -> None:
+    write_csv(
+        path,
+        [
+            *("task", "model", "examples", "epsilon", "method", "family", "accuracy", "half"),
+            *("minus_uniform", "minus_uniform_half", "minus_strong", "minus_strong_half"),
+            *("epsilon_claimed", "settings"),
+        ],
+        [
+            [
+                *column,
+                row.entry.cell.method,
+                METHODS[row.entry.cell.method].family,
+                *row.accuracy,
+                *(row.over_uniform or ("", "")),
+                *(row.over_strong or ("", "")),
+                row.entry.epsilon_claimed,
+                ";".join(f"{name}={value:.6g}" for name, value in row.entry.settings.items()),
+            ]
+            for column, rows in table.items()
+            for row in rows
+        ],
+    )
+
+
+def markdown(entries: Sequence[Entry], effort: Effort) -> str:
+    """The summary, and one small table for each column, as Markdown."""
+    table = columns(entries)
+    lines = [
+        f"{effort.trials} candidates × {effort.tuning_repeats} runs of tuning for each method, "
+        f"{effort.repeats} runs a cell, δ = {effort.delta:g}.",
+        "",
+        *_markdown_table(_SUMMARY, families(entries, table)),
+    ]
+    for column, rows in table.items():
+        lines += ["", f"### {column_title(column)}", ""]
+        lines += _markdown_table(
+            ("method", "accuracy", "− uniform", "− with momentum", "verdict"),
+            [_cells(row)[:5] for row in rows],
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(headers)} |",
+        f"|{'|'.join('---' if i == 0 else '---:' for i in range(len(headers)))}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]

@@ -1,0 +1,270 @@
+"""The private data of a cell, behind a door: whatever is asked is charged first, then noised.
+
+A method holds a `Private` and never the data: gradients, counts and losses come out of it with
+Gaussian noise, after a `Spending` granted the release. Full-batch releases may be chosen one after
+the other by what was seen (a Gaussian filter pays); Poisson-sampled ones must be declared before
+the first (`declare`), because that is what their accounting covers.
+
+Neighbours are add-remove: one example is there, or contributes nothing; N is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diminuendo import accounting
+from diminuendo.accounting.filters import GaussianFilter
+from diminuendo.budget import Budget
+from diminuendo.compare.clips import Rule
+from diminuendo.compare.models import Layer, Model
+from diminuendo.errors import BudgetRefused, UsageError
+from diminuendo.events import GaussianStep
+from diminuendo.spending import AdaptiveSpending, Spending
+
+Observer = Callable[[Tensor, float], None]
+"""Sees every noisy sum in units of its sensitivity, (R, parameters), and its noise multiplier."""
+
+
+class DeclaredSpending(Spending):
+    """Events that were fixed in advance, in their order, and no others."""
+
+    def __init__(self, events: Iterable[GaussianStep], budget: Budget) -> None:
+        super().__init__(budget)
+        self._left = list(events)
+        cost = accounting.claim(self._left, budget)
+        if cost > budget.epsilon:
+            raise BudgetRefused(f"These steps cost ε = {cost:g}, and there is {budget.epsilon:g}.")
+
+    def fits(self, event: GaussianStep) -> bool:
+        """Whether the event is the next one."""
+        return bool(self._left) and self._left[0] == event
+
+    def _charge(self, event: GaussianStep) -> None:
+        if not self.fits(event):
+            raise BudgetRefused(f"{event} is not the next declared step.")
+        del self._left[0]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is public about the data: N, the largest norm of an example's features, the classes."""
+
+    examples: int
+    largest_norm: float
+    classes: int
+
+
+class Private:
+    """The training data of R replicas; every release is paid for, by all of them alike."""
+
+    def __init__(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        budget: Budget,
+        *,
+        seeds: Sequence[int],
+        largest_norm: float = 1.0,
+        observe: Observer | None = None,
+    ) -> None:
+        self.model, self.budget = model, budget
+        self.facts = Facts(x.shape[1], largest_norm, int(getattr(model, "classes", 1)))
+        self.replicas = x.shape[0]
+        self._x, self._y, self._seeds, self._observe = x, y, list(seeds), observe
+        self._alone: list[Private] = []
+        self.spending: Spending = AdaptiveSpending(GaussianFilter(budget))
+        self._noise = [torch.Generator().manual_seed(4 * seed + 1) for seed in self._seeds]
+        self._draws = [torch.Generator().manual_seed(4 * seed + 2) for seed in self._seeds]
+
+    def start(self) -> Tensor:
+        """Initial parameters; the same for every method that has the same seeds."""
+        return self.model.start([torch.Generator().manual_seed(4 * s) for s in self._seeds])
+
+    def each(self) -> Iterable[Private]:
+        """The replicas one by one, each with a budget of its own: for choices by what was seen."""
+        if self.spending.steps or self._alone:
+            raise UsageError("The replicas have spent already.")
+        for r, seed in enumerate(self._seeds):
+            one = Private(
+                self.model,
+                self._x[r : r + 1],
+                self._y[r : r + 1],
+                self.budget,
+                seeds=[seed],
+                largest_norm=self.facts.largest_norm,
+                observe=self._observe,
+            )
+            self._alone.append(one)
+            yield one
+
+    def declare(self, sigmas: Iterable[float], rates: Iterable[float]) -> None:
+        """Fix all releases in advance: needed where any rate is below 1."""
+        if self.spending.steps:
+            raise UsageError("Steps are declared before the first release.")
+        events = [
+            GaussianStep(noise_multiplier=float(s), sampling_rate=float(p))
+            for s, p in zip(sigmas, rates, strict=True)
+        ]
+        self.spending = DeclaredSpending(events, self.budget)
+
+    def fits(self, sigma: float) -> bool:
+        """Whether a full-batch release with this noise multiplier would be granted now."""
+        return self.spending.fits(GaussianStep(noise_multiplier=sigma))
+
+    def claimed(self) -> float:
+        """The certified ε of all releases so far, at the budget's δ: never above the budget's.
+
+        Where replicas spent on their own, the largest of theirs.
+        """
+        return max([self.spending.epsilon(), *(one.claimed() for one in self._alone)])
+
+    # Releases
+
+    def gradient(
+        self,
+        theta: Tensor,
+        rule: Rule,
+        sigma: float,
+        *,
+        rate: float = 1.0,
+        anchor: Tensor | None = None,
+    ) -> Tensor:
+        """The noisy mean of clipped gradients at theta, (R, parameters).
+
+        rate    Poisson sampling rate; declared before
+        anchor  parameters whose per-example gradients are subtracted before clipping (one layer)
+        """
+        self.pay(sigma, rate)
+        sums = self.clipped(theta, rule, rate, anchor)
+        noisy = self.noised(sums, rule.bound, sigma)
+        return noisy / (self.facts.examples * rate)
+
+    def count_below(self, theta: Tensor, bound: Tensor, sigma: float) -> Tensor:
+        """The noisy share of examples whose gradient norm is at most `bound`, (R,).
+
+        Each example adds ½ or −½: the sensitivity is ½.
+        """
+        self.pay(sigma)
+        norms = self._norms(theta)
+        return self._share((norms <= bound.unsqueeze(1)).float(), sigma)
+
+    def accuracy(self, theta: Tensor, sigma: float) -> Tensor:
+        """The noisy share of training examples that are classified correctly, (R,)."""
+        self.pay(sigma)
+        correct = self.model.outputs(theta, self._x).argmax(2) == self._y
+        return self._share(correct.float(), sigma)
+
+    def mean_losses(self, thetas: Sequence[Tensor], most: float, sigma: float) -> Tensor:
+        """Noisy mean losses, each cut at `most`, at several parameters: (R, how many).
+
+        An example adds a vector of numbers in ± most/2: sensitivity (most/2)·√(how many).
+        """
+        self.pay(sigma)
+        sums = torch.stack(
+            [
+                (self.model.losses(theta, self._x, self._y).clamp(max=most) - most / 2).sum(1)
+                for theta in thetas
+            ],
+            dim=1,
+        )
+        noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
+        return noisy / self.facts.examples + most / 2
+
+    def correlated(self, paid: float, mixing: Tensor, sigma: float) -> CorrelatedGradients:
+        """Gradients with noise C·σ·(mixing·z)_t, charged now as one release of multiplier `paid`.
+
+        mixing  (T, T), lower triangular: how the step's noise is made of independent noises
+        """
+        self.pay(paid)
+        shape = (len(mixing), self.model.parameters)
+        noise = torch.stack([torch.randn(shape, generator=g) for g in self._noise])
+        return CorrelatedGradients(self, sigma * (mixing @ noise))
+
+    # What releases are made of
+
+    def pay(self, sigma: float, rate: float = 1.0) -> None:
+        """Ask the spending; BudgetRefused leaves everything as it was."""
+        if self._alone:
+            raise UsageError("The replicas spend on their own now.")
+        self.spending.request(GaussianStep(noise_multiplier=float(sigma), sampling_rate=rate))
+
+    def noised(
+        self, sums: Tensor, bound: float | Tensor, sigma: float, *, seen: bool = True
+    ) -> Tensor:
+        """sums + σ·bound·z for what has been paid."""
+        noise = torch.stack([torch.randn(sums.shape[1], generator=g) for g in self._noise])
+        scale = bound.unsqueeze(1) if isinstance(bound, Tensor) else bound
+        noisy = sums + noise * (sigma * scale)
+        if seen and self._observe is not None:
+            self._observe(noisy / scale, sigma)
+        return noisy
+
+    def _share(self, flags: Tensor, sigma: float) -> Tensor:
+        sums = (flags - 0.5).sum(1, keepdim=True)
+        return (self.noised(sums, 0.5, sigma, seen=False) / self.facts.examples + 0.5).squeeze(1)
+
+    def layers(self, theta: Tensor) -> list[Layer]:
+        """What the gradients are made of. Not private: for releases alone, after `pay`."""
+        return self.model.layers(theta, self._x, self._y)
+
+    def mean_gradient(self, theta: Tensor, part: slice | None = None) -> Tensor:
+        """The mean gradient, of a part of the rows if given, without clipping, in theta's
+        precision. Not private: for releases alone, after `pay`."""
+        rows = slice(None) if part is None else part
+        x, y = self._x[:, rows].to(theta.dtype), self._y[:, rows]
+        sums = [
+            layer.sums(torch.ones_like(layer.deltas[:, :, 0]))
+            for layer in self.model.layers(theta, x, y)
+        ]
+        return torch.cat(sums, dim=1) / x.shape[1]
+
+    def _norms(self, theta: Tensor) -> Tensor:
+        layers = self.model.layers(theta, self._x, self._y)
+        return torch.as_tensor(torch.stack([layer.norms() for layer in layers]).norm(dim=0))
+
+    def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
+        layers = self.model.layers(theta, self._x, self._y)
+        if anchor is None:
+            return layers
+        before = self.model.layers(anchor, self._x, self._y)
+        if len(layers) != 1:
+            raise UsageError("Differences of gradients are clipped for models of one layer.")
+        return [Layer(layers[0].inputs, layers[0].deltas - before[0].deltas)]
+
+    def clipped(
+        self, theta: Tensor, rule: Rule, rate: float = 1.0, anchor: Tensor | None = None
+    ) -> Tensor:
+        """The clipped sums. Not private: for releases alone, after `pay`."""
+        layers = self._layers(theta, anchor)
+        factors = rule.factors([layer.norms() for layer in layers])
+        if rate < 1:
+            drawn = self._sample(rate)
+            factors = [factor * drawn for factor in factors]
+        return torch.cat([x.sums(f) for x, f in zip(layers, factors, strict=True)], dim=1)
+
+    def _sample(self, rate: float) -> Tensor:
+        size = self.facts.examples
+        return torch.stack([torch.rand(size, generator=g) < rate for g in self._draws]).float()
+
+
+class CorrelatedGradients:
+    """T gradients whose noise was drawn together and paid for as one release; each once."""
+
+    def __init__(self, private: Private, noise: Tensor) -> None:
+        self._private, self._noise, self._next = private, noise, 0
+        self._bound: float | None = None
+
+    def gradient(self, step: int, theta: Tensor, rule: Rule) -> Tensor:
+        """The noisy mean of clipped gradients of step 0, 1, …, in order."""
+        if step != self._next or step >= self._noise.shape[1]:
+            raise UsageError(f"Step {self._next} is next, and there are {self._noise.shape[1]}.")
+        if not isinstance(rule.bound, float) or rule.bound != (self._bound or rule.bound):
+            raise UsageError("Noise that was drawn together needs one clip norm for all steps.")
+        self._bound, self._next = rule.bound, step + 1
+        total = self._private.clipped(theta, rule) + rule.bound * self._noise[:, step]
+        return total / self._private.facts.examples

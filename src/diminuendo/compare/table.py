@@ -1,0 +1,322 @@
+"""Cells: one method on one task at one budget, tuned on auxiliary data and run with paired seeds.
+
+Every cell is a file of its own. A folder can be extended by methods, data sets, sizes and budgets;
+what is there is not run again, and what an interruption left out is run next time. Several
+machines can work in one folder: a cell that one has begun is left to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diminuendo import _files, _validate
+from diminuendo.budget import Budget
+from diminuendo.compare.data import TASKS, Pool, Task
+from diminuendo.compare.method import Method, Settings
+from diminuendo.compare.methods import METHODS
+from diminuendo.compare.models import Linear, Model, Network
+from diminuendo.compare.private import Private
+from diminuendo.errors import InputError
+from diminuendo.paper.setting import ResultsFolder
+from diminuendo.replicas.statistics import Interval, interval
+
+ABANDONED = 1800.0
+"""Seconds after which a cell that was begun and not finished is taken for abandoned."""
+_TUNING_SEED, _RUN_SEED = 10_000, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is run: the same for every method.
+
+    trials          candidates of every method
+    tuning_repeats  runs of each candidate, on auxiliary data
+    repeats         runs with the chosen candidate, on the task's data
+    delta           δ of every budget
+    """
+
+    trials: int = 24
+    tuning_repeats: int = 3
+    repeats: int = 20
+    delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _validate.count("trials", self.trials)
+        _validate.count("tuning_repeats", self.tuning_repeats)
+        _validate.count("repeats", self.repeats, at_least=2)
+        _validate.real("delta", self.delta, above=0, below=1)
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """Where a method is compared."""
+
+    task: str
+    model: str
+    examples: int
+    epsilon: float
+    method: str
+
+    @property
+    def name(self) -> str:
+        """The cell's file name, without its ending."""
+        return f"{self.task}-{self.model}-{self.examples}-{self.epsilon:g}-{self.method}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a cell reached.
+
+    epsilon_claimed  the certified ε of each run
+    settings         the tuned numbers, and `auxiliary` the accuracy that chose them
+    accuracy, loss   test accuracy and training loss of each run, in the order of seeds; None where
+                     a run was not finite
+    """
+
+    cell: Cell
+    epsilon_claimed: float
+    delta: float
+    settings: Settings
+    auxiliary: float
+    accuracy: Sequence[float | None]
+    loss: Sequence[float | None]
+    seconds: float
+
+    @property
+    def mean(self) -> Interval:
+        """Mean test accuracy with its 95% interval."""
+        return interval([math.nan if a is None else a for a in self.accuracy])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "settings": dict(self.settings)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Entry:
+        """What `to_dict` made; InputError if it is something else."""
+        try:
+            return cls(**{**data, "cell": Cell(**data["cell"])})
+        except (TypeError, KeyError) as error:
+            raise InputError(
+                "a cell that `diminuendo compare` wrote", name="a cell", value=str(error)
+            ) from None
+
+
+@dataclass(eq=False)
+class Bench:
+    """Where cells are run: data by task, kept while it is used."""
+
+    effort: Effort
+    folders: dict[str, Path] = field(default_factory=dict)
+    """Data folders by task; a task without one uses embedded data, or says what it needs."""
+    _pools: dict[str, tuple[Pool, Pool]] = field(default_factory=dict)
+
+    def pools(self, key: str) -> tuple[Pool, Pool]:
+        """The task's data and its auxiliary data."""
+        if key not in self._pools:
+            task = TASKS[_validate.choice("the task", key, TASKS)]
+            self._pools[key] = task.load(self.folders.get(key)), task.auxiliary(_TUNING_SEED)
+        return self._pools[key]
+
+    def run(self, cell: Cell) -> Entry:
+        """Tune on auxiliary data, then run with paired seeds."""
+        started = time.process_time()
+        method, task = METHODS[cell.method], TASKS[cell.task]
+        pool, auxiliary = self.pools(cell.task)
+        budget = Budget(epsilon=cell.epsilon, delta=self.effort.delta)
+        settings, score = self._tuned(method, task, cell, auxiliary, budget)
+        seeds = [_RUN_SEED + k for k in range(self.effort.repeats)]
+        accuracy, loss, claimed = _trained(method, settings, task, cell, pool, budget, seeds)
+        return Entry(
+            cell=cell,
+            epsilon_claimed=claimed,
+            delta=budget.delta,
+            settings=settings,
+            auxiliary=score,
+            accuracy=accuracy,
+            loss=loss,
+            seconds=round(time.process_time() - started, 2),
+        )
+
+    def _tuned(
+        self, method: Method, task: Task, cell: Cell, pool: Pool, budget: Budget
+    ) -> tuple[dict[str, float], float]:
+        """The candidate with the best mean accuracy on auxiliary data."""
+        seeds = [_TUNING_SEED + k for k in range(self.effort.tuning_repeats)]
+        best: tuple[float, list[float]] | None = None
+        for number in range(self.effort.trials):
+            point = _next_point(method, number, self.effort.trials, best)
+            settings = method.settings(point)
+            try:
+                accuracy, _, _ = _trained(method, settings, task, cell, pool, budget, seeds)
+            except InputError:
+                continue  # a candidate that this budget cannot pay, e.g. too little regularisation
+            score = sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
+            if best is None or score > best[0]:
+                best = (score, point)
+        if best is None:
+            raise InputError(
+                "possible within the budget", name=f"a candidate of {method.key}", value=cell.name
+            )
+        return method.settings(best[1]), best[0]
+
+
+def _next_point(
+    method: Method, number: int, trials: int, best: tuple[float, list[float]] | None
+) -> list[float]:
+    """Spread evenly at first; from five eighths on around the best so far, ever closer."""
+    even = method.point(number)
+    share = number / trials
+    if best is None or share < 0.625:
+        return even
+    reach = 0.5 if share < 0.8 else 0.2
+    return [centre + reach * (own - 0.5) for centre, own in zip(best[1], even, strict=True)]
+
+
+def model_of(name: str, pool: Pool, task: Task) -> Model:
+    """The linear model, or the network with 32 hidden units."""
+    _validate.choice("the model", name, ("linear", "network"))
+    if name == "linear":
+        return Linear(pool.features, task.classes)
+    return Network(pool.features, task.classes)
+
+
+@torch.no_grad()
+def _trained(
+    method: Method,
+    settings: Settings,
+    task: Task,
+    cell: Cell,
+    pool: Pool,
+    budget: Budget,
+    seeds: list[int],
+) -> tuple[list[float | None], list[float | None], float]:
+    assert method.run is not None
+    model = model_of(cell.model, pool, task)
+    x, y = pool.draw(cell.examples, seeds)
+    private = Private(model, x, y, budget, seeds=seeds)
+    theta = method.run(private, settings)
+    test_x = pool.test_x.expand(len(seeds), -1, -1)
+    accuracy = model.accuracy(theta, test_x, pool.test_y.expand(len(seeds), -1))
+    loss = model.losses(theta, x, y).mean(1)
+    finite = theta.isfinite().all(1)
+    return (
+        [float(a) if ok else None for a, ok in zip(accuracy, finite, strict=True)],
+        [float(v) if ok and v.isfinite() else None for v, ok in zip(loss, finite, strict=True)],
+        private.claimed(),
+    )
+
+
+def cells(
+    tasks: Sequence[str],
+    models: Sequence[str],
+    examples: Sequence[int],
+    epsilons: Sequence[float],
+    methods: Sequence[str],
+) -> list[Cell]:
+    """Every combination that can be run: methods for convex losses only on the linear model."""
+    for name, given, known in (
+        ("the task", tasks, TASKS),
+        ("the model", models, ("linear", "network")),
+        ("the method", methods, METHODS),
+    ):
+        for one in given:
+            _validate.choice(name, one, known)
+    return [
+        Cell(
+            task, model, _validate.count("examples", size), _validate.positive("epsilon", eps), key
+        )
+        for task in tasks
+        for model in models
+        for eps in epsilons
+        for size in examples
+        for key in methods
+        if METHODS[key].run is not None and not (METHODS[key].convex and model != "linear")
+    ]
+
+
+class TableFolder:
+    """The cells that are done, in a folder, and the claims of those under way."""
+
+    def __init__(self, path: str | Path, effort: Effort) -> None:
+        self.folder = ResultsFolder(path, asdict(effort))
+        self.path = Path(path)
+        _files.make_folder(self.path / "claims")
+
+    def entries(self) -> list[Entry]:
+        """All cells that are done, by whoever."""
+        found = []
+        for path in sorted((self.path / "runs").glob("*.json")):
+            text = _files.read_text(path, name="a cell")
+            data = _files.parse_json(text, name="a cell", source=str(path))
+            found.append(Entry.from_dict(data))
+        return sorted(found, key=lambda entry: entry.cell)
+
+    def has(self, cell: Cell) -> bool:
+        """Whether the cell is done."""
+        return (self.path / "runs" / f"{cell.name}.json").exists()
+
+    def run(
+        self, wanted: Sequence[Cell], bench: Bench, done: Callable[[Cell], None] = lambda _: None
+    ) -> list[Cell]:
+        """Run what is missing; returns the cells that others have under way."""
+        others = []
+        for cell in wanted:
+            if self.has(cell):
+                done(cell)
+                continue
+            if not self._claim(cell):
+                others.append(cell)
+                continue
+            try:
+                self.folder.stored_or(cell.name, partial(_run, bench, cell))
+            finally:
+                (self.path / "claims" / cell.name).unlink(missing_ok=True)
+            done(cell)
+        return [cell for cell in others if not self.has(cell)]
+
+    def _claim(self, cell: Cell) -> bool:
+        """Take the cell, unless a process that may be alive has taken it."""
+        path = self.path / "claims" / cell.name
+        mine = json.dumps({"host": socket.gethostname(), "process": os.getpid()})
+        try:
+            with path.open("x", encoding="utf-8") as handle:
+                handle.write(mine)
+            return True
+        except FileExistsError:
+            pass
+        try:
+            age = time.time() - path.stat().st_mtime
+            holder = json.loads(path.read_text(encoding="utf-8") or "{}")
+        except (OSError, ValueError):
+            return False
+        here = holder.get("host") == socket.gethostname()
+        if age < ABANDONED and not (here and not _alive(int(holder.get("process", 0)))):
+            return False
+        _files.write_text(path, mine)
+        return True
+
+
+def _run(bench: Bench, cell: Cell) -> dict[str, Any]:
+    return bench.run(cell).to_dict()
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process > 0

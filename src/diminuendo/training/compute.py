@@ -1,0 +1,50 @@
+"""Where a run computes, and how much it holds in memory at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diminuendo import _validate
+from diminuendo.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What `fit` takes for `device` where a device alone does not say enough.
+
+    device       where to train; the model is moved there. Where it is unless given
+    workers      processes that load examples of a map-style dataset; at least 0
+    micro_batch  largest number of examples held in memory at once (customary name: physical batch
+                 size); the whole batch unless given
+    """
+
+    device: torch.device | str | None = None
+    workers: int = 0
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        _validate.count("workers", self.workers, at_least=0)
+        if self.micro_batch is not None:
+            _validate.count("micro_batch", self.micro_batch)
+
+    @classmethod
+    def of(cls, device: Compute | torch.device | str | None) -> Compute:
+        """A `Compute` as it is; a device as one."""
+        return device if isinstance(device, Compute) else cls(device=device)
+
+    def move(self, model: nn.Module) -> None:
+        """Bring the model to the device, or raise an `InputError` if there is no such device."""
+        if self.device is None:
+            return
+        try:
+            model.to(self.device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise InputError(
+                "a device that is there",
+                name="device",
+                value=str(self.device),
+                remedy=f"({error})",
+            ) from None

@@ -1,0 +1,300 @@
+"""Every method spends within its budget, leaks no more than that, and learns something."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import diminuendo as dim
+from diminuendo import accounting
+from diminuendo.budget import Budget, gaussian_delta
+from diminuendo.compare import clips, whole
+from diminuendo.compare.auditing import audit_method
+from diminuendo.compare.methods import METHODS, correlated
+from diminuendo.compare.models import Linear, Network
+from diminuendo.compare.private import DeclaredSpending, Private
+from diminuendo.compare.scaled import scaled_gradient
+
+BUDGET = Budget(epsilon=3.0, delta=1e-5)
+RUN = [key for key, method in METHODS.items() if method.run is not None]
+GRADIENTS = [
+    key
+    for key in RUN
+    if METHODS[key].family
+    not in ("not iterative, for convex losses", "batches", "correlated noise")
+]
+
+
+def data(examples: int = 120, features: int = 6, classes: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(2, examples, features, generator=generator)
+    y = (x @ torch.randn(features, classes, generator=generator)).argmax(2)
+    x = x / x.norm(dim=2, keepdim=True)
+    return torch.cat([x, torch.ones(2, examples, 1)], dim=2) / (math.sqrt(2) * (1 + 1e-6)), y
+
+
+def private(budget: Budget = BUDGET, model: Linear | Network | None = None) -> Private:
+    x, y = data()
+    return Private(model or Linear(7, 3), x, y, budget, seeds=[1, 2])
+
+
+@pytest.mark.parametrize("key", RUN)
+def test_a_method_learns_and_stays_within_its_budget(key: str) -> None:
+    generous = Budget(epsilon=50.0, delta=1e-5)
+    x, y = data()
+    model = Linear(7, 3)
+    best = 0.0
+    for candidate in range(4):
+        hidden = private(generous)
+        run = METHODS[key].run
+        assert run is not None
+        theta = run(hidden, METHODS[key].candidate(candidate))
+        assert theta.shape == (2, 21)
+        assert 0 < hidden.claimed() <= generous.epsilon
+        best = max(best, float(model.accuracy(theta, x, y).mean()))
+    assert best > 0.55, "a guess is right in a third of the cases"
+
+
+@pytest.mark.parametrize("key", [k for k in RUN if not METHODS[k].convex])
+def test_a_method_runs_on_the_network(key: str) -> None:
+    run = METHODS[key].run
+    assert run is not None
+    network = Network(7, 3, hidden=4)
+    theta = run(private(model=network), METHODS[key].candidate(0))
+    assert theta.shape == (2, network.parameters)
+    assert bool(theta.isfinite().all())
+
+
+@pytest.mark.parametrize("key", GRADIENTS)
+def test_no_method_leaks_more_than_it_pays_for(key: str) -> None:
+    """Seeded; by chance it would fail with probability 1e-7 for each method."""
+    runs = 1 if METHODS[key].family == "noise by what was seen" else 6
+    found = audit_method(key, BUDGET, canaries=240, runs=runs, confidence=1 - 1e-7)
+    assert not found.exceeded
+    assert found.mu_found < found.mu * 1.35
+    if METHODS[key].family in ("uniform", "noise by schedule"):
+        assert found.mu_found > 0.85 * found.mu, "and it uses what it has"
+
+
+def test_the_audit_finds_a_method_with_half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Private.noised
+
+    def halved(
+        self: Private, sums: Tensor, bound: float, sigma: float, *, seen: bool = True
+    ) -> Tensor:
+        observe, self._observe = self._observe, None
+        noisy = real(self, sums, bound, sigma / 2, seen=False)
+        self._observe = observe
+        if seen and observe is not None:
+            observe(noisy / bound, sigma)
+        return noisy
+
+    monkeypatch.setattr(Private, "noised", halved)
+    assert audit_method("uniform", BUDGET, canaries=240, runs=6, confidence=1 - 1e-7).exceeded
+
+
+# The door
+
+
+def test_nothing_is_released_beyond_the_budget() -> None:
+    hidden = private()
+    sigma = 1 / math.sqrt(BUDGET.R) * (1 + 1e-9)
+    hidden.gradient(hidden.start(), clips.Flat(1.0), sigma)
+    with pytest.raises(dim.BudgetRefused):
+        hidden.count_below(hidden.start(), torch.ones(2), 10.0)
+    assert hidden.claimed() <= BUDGET.epsilon
+
+
+def test_sampled_steps_must_be_declared_and_fit() -> None:
+    hidden = private()
+    with pytest.raises(dim.InputError):
+        hidden.gradient(hidden.start(), clips.Flat(1.0), 5.0, rate=0.1)
+    with pytest.raises(dim.BudgetRefused):
+        hidden.declare([0.5] * 50, [0.5] * 50)
+    hidden.declare([5.0, 5.0], [0.1, 0.1])
+    with pytest.raises(dim.BudgetRefused):
+        hidden.gradient(hidden.start(), clips.Flat(1.0), 4.0, rate=0.1)
+    for _ in range(2):
+        hidden.gradient(hidden.start(), clips.Flat(1.0), 5.0, rate=0.1)
+    with pytest.raises(dim.BudgetRefused):
+        hidden.gradient(hidden.start(), clips.Flat(1.0), 5.0, rate=0.1)
+    assert hidden.claimed() == accounting.epsilon([5.0, 5.0], 1e-5, 0.1)
+    assert DeclaredSpending([], BUDGET).epsilon() == 0
+
+
+@pytest.mark.parametrize("model", [Linear(7, 3), Network(7, 3, hidden=4)])
+@pytest.mark.parametrize(
+    "rule",
+    [clips.Flat(0.3), clips.Automatic(0.3), clips.PerSample(0.3, 0.2), clips.PerLayer(0.3)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_one_example_adds_no_more_than_the_bound(model: Linear | Network, rule: clips.Rule) -> None:
+    """Against autograd: each example's clipped gradient alone, and their sum."""
+    x, y = data(examples=8)
+    theta = model.start([torch.Generator().manual_seed(s) for s in (1, 2)]) + 0.5
+    hidden = Private(model, x, y, BUDGET, seeds=[1, 2])
+    total = torch.zeros_like(theta)
+    for i in range(8):
+        one = Private(model, x[:, i : i + 1], y[:, i : i + 1], BUDGET, seeds=[1, 2])
+        alone = one.clipped(theta, rule)
+        assert float(alone.norm(dim=1).max()) <= 0.3 * (1 + 1e-5)
+        total += alone
+    torch.testing.assert_close(hidden.clipped(theta, rule), total, atol=1e-5, rtol=1e-4)
+    leaf = theta.clone().requires_grad_()
+    model.losses(leaf, x, y).mean(1).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    torch.testing.assert_close(hidden.mean_gradient(theta), leaf.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_scaled_gradients_are_clipped_in_their_own_coordinates() -> None:
+    model = Network(7, 3, hidden=4)
+    x, y = data(examples=5)
+    theta = model.start([torch.Generator().manual_seed(s) for s in (1, 2)])
+    generator = torch.Generator().manual_seed(3)
+    shift = 0.1 * torch.randn(theta.shape, generator=generator)
+    scale = 0.05 + torch.rand(theta.shape, generator=generator)
+    expected = torch.zeros_like(theta)
+    for i in range(5):
+        one = Private(model, x[:, i : i + 1], y[:, i : i + 1], BUDGET, seeds=[1, 2])
+        moved = (one.mean_gradient(theta) - shift) / scale
+        expected += moved / (moved.norm(dim=1, keepdim=True) * (1 + 1e-4) + 1e-6).clamp(min=1.0)
+    silent = Budget(epsilon=1e6, delta=1e-5)
+    hidden = Private(model, x, y, silent, seeds=[1, 2])
+    released = scaled_gradient(hidden, theta, shift, scale, 1e-2)
+    torch.testing.assert_close(released, shift + scale * expected / 5, atol=2e-2, rtol=0)
+
+
+# Convex losses
+
+
+def without(x: Tensor, row: int) -> Tensor:
+    changed = x.clone()
+    changed[:, row] = 0.0
+    return changed
+
+
+@pytest.mark.parametrize("ridge", [0.01, 0.1])
+def test_minimisers_of_neighbours_are_as_close_as_claimed(ridge: float) -> None:
+    x, y = data(examples=40)
+    tolerance = 1e-9
+    both = [
+        whole.minimise(Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2]), ridge, tolerance)
+        for rows in (x, without(x, 0))
+    ]
+    moved = float((both[0] - both[1]).norm(dim=1).max())
+    assert 0 < moved <= math.sqrt(2) / (40 * ridge)
+
+
+def test_bolt_on_moves_no_further_than_its_sensitivity() -> None:
+    x, y = data(examples=40)
+    ridge, passes, batch = 0.05, 4, 8
+    final = []
+    for rows in (x, without(x, 3)):
+        hidden = Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2])
+        theta = hidden.start()
+        rates = whole._bolt_on_rates(hidden, ridge, passes, batch)
+        for t, rate in enumerate(rates):
+            part = slice((t % 5) * batch, (t % 5 + 1) * batch)
+            theta = theta - rate * (hidden.mean_gradient(theta, part) + ridge * theta)
+        final.append(theta)
+    bound = whole.bolt_on_sensitivity(rates, 5, ridge, math.sqrt(2) / batch)
+    assert 0 < float((final[0] - final[1]).norm(dim=1).max()) <= bound
+    assert bound <= 2 * math.sqrt(2) / (40 * ridge) * 1.5, "of the order of the paper's 2L/(γm)"
+
+
+def test_the_last_iterate_of_a_linear_recursion_is_exact() -> None:
+    """x ← c·x + s + z: the theorem's worst case, whose mean and variance are known."""
+    c, steps = 0.9, 25
+    mean = sum(c**k for k in range(steps))
+    variance = sum(c ** (2 * k) for k in range(steps))
+    assert whole.last_iterate_factor(c, steps) == pytest.approx(mean / math.sqrt(variance))
+    assert whole.last_iterate_factor(c, 1) == pytest.approx(1.0)
+
+
+def test_objective_perturbation_lies_between_gaussian_bounds() -> None:
+    """With much regularisation and two classes: between the Gaussian mechanism and twice it."""
+    for multiplier, epsilon in ((2.0, 1.5), (5.0, 0.7)):
+        least = float(gaussian_delta(epsilon, 1 / multiplier))
+        found = whole.objective_delta(epsilon, multiplier, 1e9, 1.0, 2)
+        assert least <= found <= 2 * least * 1.02
+    little = whole.objective_delta(1.5, 2.0, 2.0, 1.0, 2)
+    assert little > whole.objective_delta(1.5, 2.0, 1e9, 1.0, 2), "the determinant costs"
+    with pytest.raises(dim.InputError):
+        whole.objective_multiplier(BUDGET, 1e-6, 1.0, 10)
+
+
+def test_what_is_spared_for_the_solver_adds_up() -> None:
+    spare = whole.Spare.of(BUDGET)
+    small = BUDGET.delta / (100 * (2 + math.exp(BUDGET.epsilon)))
+    from diminuendo.budget import gaussian_epsilon
+
+    apart = gaussian_epsilon(spare.mu, small)
+    assert spare.budget.epsilon + 2 * apart <= BUDGET.epsilon
+    total = math.exp(apart) * spare.budget.delta + small * (
+        1 + math.exp(apart + spare.budget.epsilon)
+    )
+    assert total <= BUDGET.delta * (1 + 1e-9)
+
+
+# Correlated noise
+
+
+def test_the_sensitivity_of_a_factor_is_reached_by_equal_gradients_only() -> None:
+    generator = np.random.default_rng(1)
+    matrix = np.tril(generator.random((6, 6))) + np.eye(6)
+    bound = correlated.sensitivity(matrix)
+    assert np.linalg.norm(matrix @ np.ones(6)) == pytest.approx(bound)
+    for _ in range(200):
+        g = generator.normal(size=(6, 4))
+        g /= np.linalg.norm(g, axis=1, keepdims=True)
+        assert np.linalg.norm(matrix @ g) <= bound
+    with pytest.raises(dim.InputError):
+        correlated.sensitivity(-matrix)
+    with pytest.raises(dim.InputError):
+        correlated.sensitivity(matrix.T)
+
+
+def test_correlated_noise_has_the_covariance_that_was_paid_for() -> None:
+    """Released noise times M is white with σ (1,050 numbers a step, seeded)."""
+    steps, sigma = 4, 2.0
+    matrix = np.tril(0.5 ** np.abs(np.subtract.outer(np.arange(steps), np.arange(steps))))
+    hidden = Private(
+        Linear(7, 3),
+        torch.zeros(50, 1, 7),
+        torch.zeros(50, 1, dtype=torch.int64),
+        Budget(epsilon=100, delta=1e-5),
+        seeds=range(50),
+    )
+    mixing = torch.from_numpy(np.linalg.inv(matrix)).float()
+    noise = hidden.correlated(sigma / correlated.sensitivity(matrix), mixing, sigma)
+    rule = clips.Flat(1.0)
+    released = torch.stack(
+        [noise.gradient(t, hidden.start(), rule) for t in range(steps)], dim=1
+    ).numpy()
+    white = np.einsum("ts,rsp->rtp", matrix, released).transpose(1, 0, 2).reshape(steps, -1)
+    covariance = np.cov(white) / sigma**2
+    np.testing.assert_allclose(covariance, np.eye(steps), atol=0.24)
+    with pytest.raises(dim.UsageError):
+        noise.gradient(0, hidden.start(), rule)
+
+
+def test_correlation_cannot_beat_the_lemma_for_one_influence_curve() -> None:
+    """Cauchy and Schwarz: ‖wᵀM⁻¹‖·‖M·1‖ ≥ Σw, which the lemma's diagonal reaches."""
+    w = 0.8 ** np.arange(9, -1, -1.0)
+    lemma = np.diag(np.sqrt(w))
+    generator = np.random.default_rng(2)
+
+    def final_noise(matrix: NDArray[np.float64]) -> float:
+        return float(
+            np.linalg.norm(w @ np.linalg.inv(matrix)) * np.linalg.norm(matrix @ np.ones(10))
+        )
+
+    assert final_noise(lemma) == pytest.approx(w.sum())
+    for _ in range(50):
+        other = np.tril(generator.random((10, 10))) + np.diag(generator.random(10) + 0.2)
+        assert final_noise(other) >= w.sum() * (1 - 1e-9)

