@@ -224,14 +224,25 @@ def start(
 def close_run(
     change: Change, *, run: str, used: int, reason: str, generation: int | None
 ) -> Record:
-    """End a run of which `used` steps were taken."""
+    """End a run of which `used` steps were taken, as only its own process can know.
+
+    Where giving back needs two people, steps that were started stay spent.
+    """
     before = rows.open_run_in(change.connection, run, generation)
+    if not process.is_this(before.opened):
+        raise UsageError(
+            f"Run {run} belongs to process {before.opened['pid']} on host "
+            f"{before.opened['host']}, and only that one knows which steps it has taken. Nothing "
+            "was given back. Resume the run, or end it with `diminuendo ledger reclaim`."
+        )
+    status = rows.budget_in(change.connection, before.budget)
     if not before.confirmed <= used <= before.started:
         raise InputError(
             f"from {before.confirmed} (confirmed) to {before.started} (started)",
             name="used",
             value=used,
         )
+    used = before.started if status.terms.two_persons else used
     return _give_back(change, before, used, CLOSED, "close", {"reason": reason})
 
 

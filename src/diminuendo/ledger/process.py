@@ -74,6 +74,13 @@ def start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def is_this(opened: Mapping[str, Any]) -> bool:
+    """Whether a run is owned by the process that runs this code."""
+    here = this_process()
+    names = [name for name in ("pid", "host", "boot", "namespace") if name in opened]
+    return all(opened[name] == here[name] for name in names)
+
+
 def is_alive(opened: Mapping[str, Any]) -> bool | None:
     """Whether the process that owns a run is alive; None if that cannot be told from here."""
     here = {"host": platform.node(), "boot": _boot(), "namespace": _namespace()}

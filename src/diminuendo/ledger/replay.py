@@ -355,6 +355,8 @@ class Replay:
             seconded = approval.is_approved(account.proposed, kind, body, ("unreleased",))
             _require(seconded, "it needs two people")
         _require(account.confirmed <= used <= account.started, "it returns what was used")
+        alone = kind == "close" and terms.two_persons and used < account.started
+        _require(not alone, "it returns what was started, which needs two people")
         last = self.windows.get(account.budget, ("", ""))[1]
         unused = sum(
             refund_of(terms, grant, used)

@@ -265,6 +265,10 @@ BEGIN
     AND (now ->> 3)::bigint BETWEEN (old ->> 3)::bigint AND (now ->> 2)::bigint
     AND ((now ->> 2)::bigint >= (old ->> 2)::bigint OR new_record.kind IN ('close', 'reclaim')),
     'counts of a run go up only');
+  PERFORM diminuendo_require(new_record.kind <> 'close' OR content ->> 'used' = old ->> 2
+    OR (b.terms::json ->> 'two_persons')::boolean IS NOT TRUE,
+    'giving back what was started needs two people')
+    FROM diminuendo_budgets b WHERE b.name = new_record.budget;
 END $$;
 --
 CREATE OR REPLACE FUNCTION {schema}.diminuendo_check_record() RETURNS trigger LANGUAGE plpgsql
