@@ -11,7 +11,7 @@ from diminuendo.errors import InputError
 from diminuendo.training.mean_loss import kept_losses
 
 
-def losses_behind(returned: Any) -> Tensor:
+def losses_of_step(returned: Any) -> Tensor:
     """One loss for each example: what was returned, or what is behind its mean.
 
     `returned` is a tensor, or a dict with one under "loss", that was computed within
