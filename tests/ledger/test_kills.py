@@ -180,25 +180,28 @@ def test_a_sum_changed_by_hand_after_a_crash(url: str, times: int) -> None:
 
 
 @Times
-def test_late_commits_of_a_run_that_asks_in_blocks(server: Any, times: int) -> None:
+def test_late_commits_of_a_run_that_asks_in_blocks(
+    server: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every answer is lost, and its commit lands later: as many steps are charged as released."""
     url = new_database(server.get_uri())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         plan = dim.plan(BUDGET, examples=30, parameters=15, steps=4 * times)
     released = 0
-    with Ledger(url) as watching, Ledger(url, patience=0.25) as ledger:
+    with Ledger(url) as watching, Ledger(url) as ledger:
         watching.create("b", plan.budget)
         spending = LedgerSpending(ledger, "b", plan, ahead=4, block=4)
         spending.resume()
         for number, sigma in enumerate(plan.sigmas):
             if number % 4 == 0:
-                with late_commit(ledger) as go_on, suppress(LedgerError):
-                    spending.request(step(float(sigma)))
+                with monkeypatch.context() as patch, late_commit(ledger) as go_on:
+                    patch.setattr(ledger._store, "patience", 0.1)
+                    with suppress(LedgerError):
+                        spending.request(step(float(sigma)))
                     go_on()
-            while spending.steps == number:
-                with suppress(LedgerError):
-                    spending.request(step(float(sigma)))
+            if spending.steps == number:
+                spending.request(step(float(sigma)))
             released += 1
             assert watching.run(spending.run).started >= released
         assert watching.run(spending.run).granted == plan.steps == released
