@@ -23,8 +23,9 @@ def losses_of_step(returned: Any) -> Tensor:
         if loss.dim() == 1:
             return loss.as_subclass(Tensor)
         reduced, reason = kept_losses(loss)
-        if reduced is not None and reduced.kind == "mean":
-            return reduced.losses
+        mean = None if reduced is None else reduced.as_kind("mean")
+        if mean is not None:
+            return mean.losses
         if reduced is not None:
             reason = "It is a sum over the batch."
     known = (

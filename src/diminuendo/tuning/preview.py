@@ -238,7 +238,7 @@ def _assumptions(
     said = [
         words,
         f"Full-batch private training of {model}; for each ε, settings that did best on sets "
-        "other than those measured.",
+        "other than those measured. Train with settings tuned in the same way.",
         "The interval is for one more run on data like these: it holds noise, sampling and the "
         "differences between sets. How far the private data differ from them it cannot hold.",
     ]

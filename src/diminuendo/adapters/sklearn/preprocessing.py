@@ -23,7 +23,7 @@ from sklearn.preprocessing import OneHotEncoder
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from diminuendo import _validate
-from diminuendo.adapters.sklearn.around import Cost, state_cost_of_search
+from diminuendo.adapters.sklearn.around import Cost, state_cost_of_search, warn_of_seed
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
@@ -146,6 +146,7 @@ class PrivateScaler(_Scaler):
     def fit(self, X: ArrayLike, y: Any = None) -> Self:
         """Pay, then release means and deviations. `result_` says what was spent."""
         del y
+        warn_of_seed(self.random_state)
         unit = self._fit_bounds(X)
         self._release(unit, self.plan_for(*unit.shape), None, paid_by(self.ledger, self.budget))
         return self
