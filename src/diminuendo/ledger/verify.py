@@ -60,10 +60,12 @@ def verify(
              it knows. Keep it where only the verifier can write.
     """
 
-    head, last, budgets, runs = ledger.read_transaction(
+    number = schema.records.c.seq
+    head, first, last, budgets, runs = ledger.read_transaction(
         lambda connection: (
             connection.execute(select(schema.head)).one(),
-            connection.execute(select(func.max(schema.records.c.seq))).scalar() or 0,
+            connection.execute(select(func.min(number))).scalar() or 0,
+            connection.execute(select(func.max(number))).scalar() or 0,
             connection.execute(select(schema.budgets)).all(),
             connection.execute(select(schema.runs)).all(),
         ),
@@ -81,8 +83,10 @@ def verify(
             f"The head says {head.seq} records and the last of them {head.digest}; there are "
             f"{replay.seq}, the last {replay.digest}: records were cut off or added at the end."
         )
-    if last != head.seq:
-        raise LedgerError(f"There are records up to number {last}; the chain ends at {head.seq}.")
+    if (first, last) != (min(head.seq, 1), head.seq):
+        raise LedgerError(
+            f"There are records from number {first} to {last}; the chain is from 1 to {head.seq}."
+        )
     replay.end()
     signatures.check_end(head.seq)
     wanted.check()
