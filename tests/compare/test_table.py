@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import diminuendo as dim
 from diminuendo.cli import main
 from diminuendo.compare import Bench, Cell, Effort, Entry, TableFolder, cells, summary
 from diminuendo.compare.data import TASKS, Pool
+from diminuendo.compare.method import Range
 from diminuendo.compare.methods import METHODS
 
 EFFORT = Effort(trials=2, tuning_repeats=1, repeats=2)
@@ -96,6 +98,32 @@ def test_a_spoilt_cell_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs" / "x.json").write_text('{"cell": {}}')
     with pytest.raises(dim.InputError, match="a cell"):
         folder.entries()
+
+
+def test_a_cell_of_another_definition_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TableFolder(tmp_path, EFFORT)
+    folder.run(small(["uniform"]), Bench(EFFORT))
+    changed = dataclasses.replace(METHODS["uniform"], space={"lr": Range(1.0, 2.0)})
+    monkeypatch.setitem(METHODS, "uniform", changed)
+    with pytest.raises(dim.InputError, match="as it is now"):
+        folder.entries()
+
+
+def test_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    folder, bench = TableFolder(tmp_path, EFFORT), Bench(EFFORT)
+    folder.run(small(["uniform"]), bench)
+    own, auxiliary = bench.pools("mnist")
+    bench._pools["mnist"] = dataclasses.replace(own, source="other digits"), auxiliary
+    with pytest.raises(dim.InputError, match="the data"):
+        folder.run(small(["auto-s"]), bench)
+    assert len(folder.entries()) == 1
+
+
+def test_budgets_that_look_alike_have_cells_of_their_own() -> None:
+    one, other = cells(["mnist"], ["linear"], [80], [1.0, 1.0000001], ["uniform"])
+    assert one.name != other.name
 
 
 def test_wrong_names_and_numbers_are_refused() -> None:
@@ -206,6 +234,18 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
+def test_audit(capsys: pytest.CaptureFixture[str]) -> None:
+    """At confidence 0.999, seeded."""
+    base = ["compare", "--audit", "--method", "uniform", "--method", "quantile", "--no-progress"]
+    assert main([*base, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["exceeded"] == []
+    assert all(0 < one["epsilon_lower"] <= one["claim"] for one in facts["methods"])
+    assert main(base) == 0
+    assert "at least" in capsys.readouterr().out
+    assert main([*base, "--method", "output"]) == 2
+
+
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["methods"]
@@ -226,6 +266,7 @@ def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ["--out", "x", "--repeats", "1"],
         ["--out", "x", "--epsilon", "0"],
         ["--out", "x", "--trials", "-1"],
+        ["--out", "x", "--trials", "0"],
     ],
 )
 def test_wrong_use(

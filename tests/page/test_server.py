@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -260,3 +262,17 @@ def test_the_page_itself_answers_while_a_plan_is_made(address: str, asking: list
     for _ in range(5):
         with urllib.request.urlopen(address, timeout=60) as reply:
             assert reply.status == 200
+
+
+def test_nothing_is_left_behind_by_a_server_that_is_killed() -> None:
+    """The process that computes ends with the one that it computes for."""
+    psutil = pytest.importorskip("psutil")
+    words = [sys.executable, "-m", "diminuendo", "page", "--no-open", "--port", "0", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = json.loads(server.stdout.readline())["address"]
+        assert ask(address, "plan", {"steps": 3})[0] == 200
+        children = psutil.Process(server.pid).children(recursive=True)
+        assert children
+        server.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []

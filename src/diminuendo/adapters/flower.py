@@ -21,6 +21,7 @@ failed. Not covered: metrics that clients report. They are dropped unless asked 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
     from diminuendo.training.mechanism.noise import NoiseName
     from diminuendo.training.progress import EpsilonSoFar
 
+logger = logging.getLogger("flwr")
 _DIGITS = 30
 """Binary digits that are kept of an update, relative to the clip norm."""
 _EXACT = 2**53
@@ -76,7 +78,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
     """
 
     noise: NoiseName = "exact"
-    delta_added = 0.0
+    delta_missed = 0.0
     unit = "client"
 
     def __init__(
@@ -214,17 +216,17 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
             raise UsageError(f"Round {server_round} was aggregated and {number} was drawn.")
         model = _Model(arrays)
         total = torch.zeros(model.size, dtype=torch.float64)
-        waiting = set(drawn)
+        waiting, failed = set(drawn), 0
         for reply in replies:
             node = reply.metadata.src_node_id
             if node in waiting and not reply.has_error():
                 waiting.discard(node)
-                try:
-                    update = model.update(reply.content)
-                except Exception:  # whatever a client sent: it counts as zero
-                    continue
-                if update is not None:
-                    total += self.clipped(update)
+                update = self._update(model, reply)
+                total += update
+                failed += not bool(update.any())
+        if failed or waiting:
+            words = "%s of %s clients did not answer, and %s added nothing"
+            logger.warning(words, len(waiting), len(drawn), failed)
         released = self._release(total)
         average = RecordDict(
             {
@@ -234,7 +236,19 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         )
         reply = Message(content=average, dst_node_id=0, message_type="train")
         aggregated, _ = self.strategy.aggregate_train(server_round, [reply])
+        if aggregated is not None:
+            aggregated = model.in_its_types(aggregated)
         return aggregated, MetricRecord(self._public())
+
+    def _update(self, model: _Model, reply: Message) -> Tensor:
+        """What a client adds to the sum: zero for whatever else it sent."""
+        try:
+            update = model.update(reply.content)
+        except Exception:
+            update = None
+        if update is None:
+            return torch.zeros(model.size, dtype=torch.float64)
+        return self.clipped(update)
 
     def clipped(self, update: Tensor) -> Tensor:
         """An update of norm at most the clip norm, on a grid whose sums are exact in float64."""
@@ -357,6 +371,22 @@ class _Model:
                 return None
             parts.append((there.astype(np.float64) - here.astype(np.float64)).ravel())
         return torch.from_numpy(np.concatenate(parts))
+
+    def in_its_types(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The trained arrays in their own types, and the others as they were.
+
+        An average makes floating-point numbers of whole ones.
+        """
+        return ArrayRecord(
+            {
+                name: Array(
+                    np.asarray(arrays[name].numpy().astype(part.dtype))
+                    if name in self._trained
+                    else part
+                )
+                for name, part in self._arrays.items()
+            }
+        )
 
     def moved_by(self, update: Tensor) -> ArrayRecord:
         """The model plus an update, in the arrays' own types."""

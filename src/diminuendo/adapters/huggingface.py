@@ -186,8 +186,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """The plan's steps, each with the first micro-batch of its sample."""
-        if self.train_dataset is None:
-            raise InputError("given", name="train_dataset", value=None)
+        if not hasattr(self.train_dataset, "__len__") or not hasattr(
+            self.train_dataset, "__getitem__"
+        ):
+            raise InputError(
+                "a map-style dataset, with a length",
+                name="train_dataset",
+                value=type(self.train_dataset).__name__,
+                remedy="An iterable dataset cannot be Poisson-sampled.",
+            )
         return _Steps(self, len(self.train_dataset))
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: Any) -> Any:

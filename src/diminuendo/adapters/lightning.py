@@ -44,7 +44,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
     from torch.utils.data import default_collate as plain_collate
 
-    from diminuendo.adapters._mean_losses import losses_behind
+    from diminuendo.adapters._mean_losses import losses_of_step
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
@@ -132,6 +132,8 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _check_trainer(self, trainer: Any) -> None:
         module = self.lightning_module
         for name, value, wanted, remedy in (
+            ("devices", trainer.num_devices * trainer.num_nodes, 1,
+             "For several ranks use PrivateGradients in a loop of your own."),
             ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
              "A sample comes in micro-batches of the DataLoader's batch_size, summed privately."),
             ("gradient_clip_val", trainer.gradient_clip_val or None, None,
@@ -199,6 +201,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def on_train_start(self) -> None:
         """Attach to the module and open the budget; the optimizer is there, the state loaded."""
         super().on_train_start()
+        self.result = None
         private = self._private = self._attach()
         if self._saved is None:
             private.begin()
@@ -297,7 +300,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         try:
             with self.precision_plugin.train_step_context(), Reductions():
                 returned = module.training_step(batch, *rest)
-            return losses_behind(returned)
+            return losses_of_step(returned)
         finally:
             if not self._reveal:
                 object.__delattr__(module, "log")

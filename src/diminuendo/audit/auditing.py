@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _validate, accounting
-from diminuendo._progress import bar
+from diminuendo._progress import Bar, bar
 from diminuendo._validate import Vector
 from diminuendo.audit import statistics
 from diminuendo.audit.canaries import Canaries
 from diminuendo.audit.statistics import Flags
 from diminuendo.audit.trainers import Train, by_fit
+from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 
@@ -134,14 +135,13 @@ def audit(
     coins = np.random.default_rng(seed).integers(2**62, size=count).tolist()
     parts = np.empty((count, m, layout.parts))
     present = np.empty((count, m), dtype=bool)
-    with bar("auditing", total=count, shown=progress) as shown:
+    with bar("auditing", total=count * plan.steps, shown=progress) as shown:
         for run in range(count):
             drawn = Canaries.draw(
                 m, plan.clip, absent="reversed" if reverse else "zeroed", seed=coins[run]
             )
-            parts[run] = layout.observe(train, drawn)
+            parts[run] = layout.observe(train, drawn, shown)
             present[run] = drawn.present.numpy()
-            shown.advance()
     return _judge(plan, layout, parts, present, 1 - confidence, halved=reverse)
 
 
@@ -167,7 +167,7 @@ class _Layout:
         )
         return cls(plan, weights, np.arange(plan.steps) * parts // plan.steps, parts, distance)
 
-    def observe(self, train: Train, canaries: Canaries) -> Vector:
+    def observe(self, train: Train, canaries: Canaries, shown: Bar) -> Vector:
         """One run's parts, (canaries, parts); refuses a trainer that takes other steps."""
         total = torch.zeros(self.parts, len(canaries.present), dtype=torch.float64)
         seen = 0
@@ -179,6 +179,7 @@ class _Layout:
                 along = canaries.projected(gradients, divisor)
                 total[int(self.part[seen])] += float(self.weights[seen]) * along
             seen += 1
+            shown.advance()
 
         train(canaries, self.plan, see)
         if seen != self.plan.steps:
@@ -212,7 +213,7 @@ def _judge(
     )
     best = learned if attack == "learned" else planned
     distance = layout.planned
-    lower = _epsilon_at(plan, distance, best.lower * scale)
+    lower = epsilon_at(plan.sigmas, plan.rates, plan.budget, distance, best.lower * scale)
     guesses = statistics.best_guesses(runs * m, distance / scale, plan.budget.delta, error)
     free = statistics.any_mechanism(
         parts.sum(axis=2), present, guesses=guesses, delta=plan.budget.delta, error=error
@@ -235,19 +236,22 @@ def _judge(
     )
 
 
-def _epsilon_at(plan: Plan, planned: float, distance: float) -> float:
-    """A lower bound on ε where the distance is at least this, within the noise-scale family."""
+def epsilon_at(
+    sigmas: Vector, rates: Vector, budget: Budget, planned: float, distance: float
+) -> float:
+    """A lower bound on ε ≥ 0 where canaries lie at least `distance` apart, and `planned` is what
+    the noise multipliers imply: within the family of these steps with noise of one other scale."""
     if distance <= 0:
         return 0.0
     scale = planned / min(distance, 1e6)
-    sigmas = plan.sigmas * scale
-    if (plan.rates == 1).all():
-        sigmas = sigmas / plan.budget.sensitivity
-        least = math.sqrt(plan.steps) / 1e3
+    sigmas = sigmas * scale
+    if (rates == 1).all():
+        sigmas = sigmas / budget.sensitivity
+        least = math.sqrt(sigmas.size) / 1e3
     else:
         least = accounting.account.LEAST_SIGMA
     sigmas = sigmas * max(1.0, least / float(sigmas.min()))  # more noise: still a lower bound
-    return float(accounting.bracket(sigmas, plan.budget.delta, plan.rates).lower)
+    return float(accounting.bracket(sigmas, budget.delta, rates).lower)
 
 
 def _findings(parts: Vector, present: Flags) -> tuple[str, ...]:

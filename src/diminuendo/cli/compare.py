@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,10 @@ def compare(
     list_methods: Annotated[
         bool, typer.Option("--list", help="List all methods with their claims, and stop.")
     ] = False,
+    audit: Annotated[
+        bool,
+        typer.Option("--audit", help="Audit the methods on canaries at the first ε, and stop."),
+    ] = False,
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -70,13 +75,16 @@ def compare(
     if list_methods:
         _list(as_json)
         return
+    if audit:
+        _audit(method, (epsilon or [1.0])[0], delta, shown=progress, as_json=as_json)
+        return
     if out is None:
         raise InputError("given", name="--out", value=None, remedy="For example --out out/compare.")
     tasks = task or ["mnist"]
     effort = table.Effort(
-        trials=trials or (12 if quick else 24),
+        trials=(12 if quick else 24) if trials is None else trials,
         tuning_repeats=2 if quick else 3,
-        repeats=repeats or (8 if quick else 20),
+        repeats=(8 if quick else 20) if repeats is None else repeats,
         delta=delta,
     )
     _refuse_listed(method or [])
@@ -144,6 +152,43 @@ def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict
             for row in rows
         ],
     }
+
+
+def _audit(
+    methods: list[str] | None, epsilon: float, delta: float, *, shown: bool, as_json: bool
+) -> None:
+    """Lower bounds on ε beside the claim, for every method whose gradients are released."""
+    from diminuendo.budget import Budget
+    from diminuendo.compare.auditing import audit_method, can_be_audited, one_by_one
+    from diminuendo.compare.methods import METHODS
+
+    keys = methods or [key for key in METHODS if can_be_audited(key)]
+    budget = Budget(epsilon=epsilon, delta=delta)
+    found = []
+    with bar("auditing", total=len(keys), shown=shown) as progress:
+        for key in keys:
+            canaries, runs = (3000, 1) if one_by_one(key) else (500, 20)
+            found.append(audit_method(key, budget, canaries=canaries, runs=runs, confidence=0.999))
+            progress.advance()
+    exceeded = [one.method for one in found if one.exceeded]
+    if as_json:
+        print_json({"methods": [asdict(one) for one in found], "exceeded": exceeded})
+    else:
+        print_table(
+            f"Audit at ε = {epsilon:g}, δ = {delta:g}, confidence 0.999 for each",
+            ["", "claimed ε", "at least", "noise, of what was paid for"],
+            [
+                [
+                    METHODS[one.method].title,
+                    f"{one.claim:.3f}",
+                    f"{one.epsilon_lower:.3f}",
+                    f"{one.noise_scale:.3f}",
+                ]
+                for one in found
+            ],
+        )
+    if exceeded:
+        raise typer.Exit(1)
 
 
 def _refuse_listed(methods: list[str]) -> None:

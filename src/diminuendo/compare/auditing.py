@@ -1,9 +1,11 @@
 """The canary audit of a method of the comparison: its noisy sums against its budget.
 
 Whatever a method releases of gradients passes through `Private`, in units of its sensitivity. On
-canaries, each of which adds one unit in a direction of its own, Σ_t u_t/σ_t² over √Σ_t 1/σ_t² tells
-present canaries from absent ones best, and its distance is the μ of what was released. Releases
-other than gradients (counts, losses) are paid for and not attacked.
+canaries, each of which adds one unit in a direction of its own, Σ_t rate_t·u_t/σ_t² tells present
+canaries from absent ones. How far they lie apart bounds the noise's scale, and that bounds ε from
+below, as for a trainer (`audit`). Releases other than gradients (counts, losses) are paid for and
+not attacked. Methods that release one trained model have no such canaries: the tests compare their
+models on neighbouring data instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from diminuendo import _validate
 from diminuendo.audit import statistics
-from diminuendo.budget import Budget, gaussian_epsilon
+from diminuendo.audit.auditing import epsilon_at
+from diminuendo.budget import Budget
 from diminuendo.compare.method import find
 from diminuendo.compare.methods import METHODS
 from diminuendo.compare.models import Layer, Model
@@ -56,15 +59,14 @@ class CanaryModel(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodAudit:
-    """ε is at least `epsilon_lower` with `confidence`, beside the claim; `mu` is what Gaussian
-    differential privacy allows, and `mu_found` the estimate."""
+    """ε is at least `epsilon_lower` with `confidence`, beside the claim, if the noise has one
+    scale; `noise_scale` is its estimate in units of what was paid for."""
 
     method: str
     claim: float
     epsilon_lower: float
     confidence: float
-    mu: float
-    mu_found: float
+    noise_scale: float
 
     @property
     def exceeded(self) -> bool:
@@ -82,41 +84,47 @@ def audit_method(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> MethodAudit:
-    """Audit a method that releases full-batch gradients with independent noise."""
+    """Audit a method whose gradients are released, with its settings of this candidate."""
+    if not can_be_audited(key):
+        raise InputError("one whose gradients are released", name="the method", value=key)
     method = find(METHODS, key)
-    if method.run is None or method.family in ("not iterative, for convex losses", "batches"):
-        raise InputError(
-            "one whose full-batch gradients are released", name="the method", value=key
-        )
+    assert method.run is not None
     _validate.count("canaries", canaries, at_least=20)
     error = 1 - _validate.real("confidence", confidence, at_least=0.5, below=1)
     present = torch.from_numpy(np.random.default_rng(seed).integers(2, size=(runs, canaries)))
-    scores, weights = [torch.zeros(runs, canaries)], [0.0]
-    seen: list[tuple[Tensor, float]] = []
+    seen: list[tuple[Tensor, float, float]] = []
     private = Private(
         CanaryModel(canaries),
         torch.eye(canaries).expand(runs, -1, -1),
         present,
         budget,
         seeds=range(seed, seed + runs),
-        observe=lambda noisy, sigma: seen.append((noisy, sigma)),
+        observe=lambda *release: seen.append(release),
     )
     with torch.no_grad():
         method.run(private, method.candidate(candidate))
-    rows = {len(noisy) for noisy, _ in seen}
-    if rows == {1} and runs > 1:  # the replicas were run one after the other
+    if {len(noisy) for noisy, _, _ in seen} == {1} and runs > 1:
         raise InputError("1 for a method that chooses on the way", name="runs", value=runs)
-    for noisy, sigma in seen:
-        scores[0] = scores[0] + noisy * sigma**-2
-        weights[0] += sigma**-2
-    score = (scores[0] / math.sqrt(weights[0])).double().numpy()
-    found = statistics.effect(score, present.numpy().astype(bool), error)
-    lower = gaussian_epsilon(found.lower, budget.delta) if found.lower > 1e-9 else 0.0
+    sigmas, rates = (np.array([release[k] for release in seen]) for k in (1, 2))
+    weights = rates / sigmas**2
+    score = sum(float(w) * noisy.double() for w, (noisy, _, _) in zip(weights, seen, strict=True))
+    planned = float(np.sum(weights * rates) / np.sqrt(np.sum((weights * sigmas) ** 2)))
+    found = statistics.effect(torch.as_tensor(score).numpy(), present.numpy().astype(bool), error)
     return MethodAudit(
         method=key,
         claim=budget.epsilon,
-        epsilon_lower=lower,
+        epsilon_lower=epsilon_at(sigmas, rates, budget, planned, found.lower),
         confidence=1 - error,
-        mu=budget.mu,
-        mu_found=found.estimate,
+        noise_scale=planned / found.estimate if found.estimate > 0 else math.inf,
     )
+
+
+def one_by_one(key: str) -> bool:
+    """Whether the method chooses by what was seen, so that its replicas are run one by one."""
+    return find(METHODS, key).family == "noise by what was seen"
+
+
+def can_be_audited(key: str) -> bool:
+    """Whether the method releases gradients, on which canaries can be seen."""
+    method = find(METHODS, key)
+    return method.run is not None and method.family != "not iterative, for convex losses"

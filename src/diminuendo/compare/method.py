@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,7 +39,7 @@ class Range:
 
 STEPS = Range(choices=(10, 20, 40, 80, 160))
 COMMON: Mapping[str, Range] = {
-    "length": Range(0.2, 20.0),
+    "length": Range(0.2, 60.0),
     "clip": Range(0.1, 1.5),
     "steps": STEPS,
 }
@@ -73,6 +74,11 @@ class Method:
     differs: str = ""
     convex: bool = False
     checked: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that differ where the tuned numbers or their ranges do."""
+        return hashlib.sha256(repr(sorted(self.space.items())).encode()).hexdigest()[:8]
 
     def settings(self, point: Sequence[float]) -> dict[str, float]:
         """The settings at a point of the unit cube, one coordinate for each tuned number."""

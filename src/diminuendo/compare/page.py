@@ -8,7 +8,7 @@ from pathlib import Path
 from diminuendo import __version__, _files
 from diminuendo.compare.data import TASKS
 from diminuendo.compare.methods import METHODS
-from diminuendo.compare.summary import Column, Row, columns, families, verdict
+from diminuendo.compare.summary import Column, Row, by_method, columns, verdict
 from diminuendo.compare.table import Effort, Entry
 from diminuendo.paper.output import write_csv
 from diminuendo.report import figures, html
@@ -17,7 +17,8 @@ CLAIM = (
     "Every method was run at the same certified (ε, δ), for add-remove neighbours, on the same "
     "samples, starts and noise streams (paired seeds), with the same number of candidates tuned on "
     "auxiliary data. Seeds are fixed so that the numbers can be reproduced: as releases, these "
-    "very runs would not be private. Accuracies and losses are the experiment's measurements."
+    "very runs would not be private. Claims are for real arithmetic: these runs draw ordinary "
+    "floating-point noise. Accuracies and losses are the experiment's measurements."
 )
 READING = (
     "“Better” and “worse” are by paired 95% intervals of the difference in test accuracy to "
@@ -26,7 +27,6 @@ READING = (
 )
 _SUMMARY = (
     "method",
-    "family",
     "columns",
     "better",
     "not told apart",
@@ -54,7 +54,7 @@ def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
             READING,
             html.table(
                 _SUMMARY,
-                families(entries, table),
+                by_method(table),
                 caption="Against plain uniform noise; points are of test accuracy, in percent.",
             ),
         )
@@ -122,13 +122,13 @@ def _methods() -> html.Section:
         words = [html.text(method.claim)]
         if method.differs:
             words.append(html.text(f" Differs: {method.differs}"))
-        checked = method.checked or ("" if method.run is None else "not checked")
+        checked = method.checked or ("" if method.run is None else "nothing")
         rows.append(
             html.paragraph(
                 html.strong(method.title),
                 f" ({method.key}; {method.family}). {method.paper}. ",
                 *words,
-                f" Its own paper's figures: {checked}." if checked else "",
+                f" Checked against its paper: {checked}." if checked else "",
             )
         )
     return html.Section("Methods, their papers and their claims", *rows)
@@ -180,7 +180,7 @@ def markdown(entries: Sequence[Entry], effort: Effort) -> str:
         f"{effort.trials} candidates × {effort.tuning_repeats} runs of tuning for each method, "
         f"{effort.repeats} runs a cell, δ = {effort.delta:g}.",
         "",
-        *_markdown_table(_SUMMARY, families(entries, table)),
+        *_markdown_table(_SUMMARY, by_method(table)),
     ]
     for column, rows in table.items():
         lines += ["", f"### {column_title(column)}", ""]

@@ -25,8 +25,9 @@ from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import AdaptiveSpending, Spending
 
-Observer = Callable[[Tensor, float], None]
-"""Sees every noisy sum in units of its sensitivity, (R, parameters), and its noise multiplier."""
+Observer = Callable[[Tensor, float, float], None]
+"""Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier and its
+sampling rate."""
 
 
 class DeclaredSpending(Spending):
@@ -141,7 +142,7 @@ class Private:
         """
         self.pay(sigma, rate)
         sums = self.clipped(theta, rule, rate, anchor)
-        noisy = self.noised(sums, rule.bound, sigma)
+        noisy = self.noised(sums, rule.bound, sigma, rate=rate)
         return noisy / (self.facts.examples * rate)
 
     def count_below(self, theta: Tensor, bound: Tensor, sigma: float) -> Tensor:
@@ -183,7 +184,7 @@ class Private:
         self.pay(paid)
         shape = (len(mixing), self.model.parameters)
         noise = torch.stack([torch.randn(shape, generator=g) for g in self._noise])
-        return CorrelatedGradients(self, sigma * (mixing @ noise))
+        return CorrelatedGradients(self, sigma * (mixing @ noise), mixing, paid)
 
     # What releases are made of
 
@@ -194,15 +195,26 @@ class Private:
         self.spending.request(GaussianStep(noise_multiplier=float(sigma), sampling_rate=rate))
 
     def noised(
-        self, sums: Tensor, bound: float | Tensor, sigma: float, *, seen: bool = True
+        self,
+        sums: Tensor,
+        bound: float | Tensor,
+        sigma: float,
+        *,
+        rate: float = 1.0,
+        seen: bool = True,
     ) -> Tensor:
         """sums + σ·bound·z for what has been paid."""
         noise = torch.stack([torch.randn(sums.shape[1], generator=g) for g in self._noise])
         scale = bound.unsqueeze(1) if isinstance(bound, Tensor) else bound
         noisy = sums + noise * (sigma * scale)
-        if seen and self._observe is not None:
-            self._observe(noisy / scale, sigma)
+        if seen:
+            self.show(noisy / scale, sigma, rate)
         return noisy
+
+    def show(self, noisy: Tensor, sigma: float, rate: float = 1.0) -> None:
+        """Tell an observer, if there is one, what has been released."""
+        if self._observe is not None:
+            self._observe(noisy, sigma, rate)
 
     def _share(self, flags: Tensor, sigma: float) -> Tensor:
         sums = (flags - 0.5).sum(1, keepdim=True)
@@ -255,8 +267,12 @@ class Private:
 class CorrelatedGradients:
     """T gradients whose noise was drawn together and paid for as one release; each once."""
 
-    def __init__(self, private: Private, noise: Tensor) -> None:
+    def __init__(self, private: Private, noise: Tensor, mixing: Tensor, paid: float) -> None:
         self._private, self._noise, self._next = private, noise, 0
+        factor = torch.linalg.inv(mixing.double())
+        reached = factor.sum(1)
+        self._weights = factor.T @ reached / (reached @ reached)  # the best estimate of a constant
+        self._seen, self._paid = torch.zeros_like(noise[:, 0]), paid
         self._bound: float | None = None
 
     def gradient(self, step: int, theta: Tensor, rule: Rule) -> Tensor:
@@ -267,4 +283,7 @@ class CorrelatedGradients:
             raise UsageError("Noise that was drawn together needs one clip norm for all steps.")
         self._bound, self._next = rule.bound, step + 1
         total = self._private.clipped(theta, rule) + rule.bound * self._noise[:, step]
+        self._seen = self._seen + float(self._weights[step]) * total / rule.bound
+        if self._next == self._noise.shape[1]:
+            self._private.show(self._seen, self._paid)
         return total / self._private.facts.examples

@@ -72,9 +72,8 @@ def verdict(row: Row) -> str:
     return "worse" if row.over_uniform.high < 0 else "not told apart"
 
 
-def families(entries: Sequence[Entry], table: dict[Column, list[Row]]) -> list[list[str]]:
+def by_method(table: dict[Column, list[Row]]) -> list[list[str]]:
     """For every method: in how many columns it is better, worse, not told apart; mean gain."""
-    del entries
     lines = []
     for key, method in METHODS.items():
         rows = [row for rows in table.values() for row in rows if row.entry.cell.method == key]
@@ -90,7 +89,6 @@ def families(entries: Sequence[Entry], table: dict[Column, list[Row]]) -> list[l
         lines.append(
             [
                 method.title,
-                method.family,
                 str(len(rows)),
                 str(verdicts.count("better")),
                 str(verdicts.count("not told apart")),

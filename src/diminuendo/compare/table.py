@@ -71,7 +71,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The cell's file name, without its ending."""
-        return f"{self.task}-{self.model}-{self.examples}-{self.epsilon:g}-{self.method}"
+        return f"{self.task}-{self.model}-{self.examples}-{self.epsilon:.12g}-{self.method}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,8 @@ class Entry:
     """What a cell reached.
 
     epsilon_claimed  the certified ε of each run
+    source           which data were drawn from
+    definition       the digest of the method's tuned numbers and their ranges
     settings         the tuned numbers, and `auxiliary` the accuracy that chose them
     accuracy, loss   test accuracy and training loss of each run, in the order of seeds; None where
                      a run was not finite
@@ -92,6 +94,8 @@ class Entry:
     accuracy: Sequence[float | None]
     loss: Sequence[float | None]
     seconds: float
+    definition: str
+    source: str
 
     @property
     def mean(self) -> Interval:
@@ -147,6 +151,8 @@ class Bench:
             accuracy=accuracy,
             loss=loss,
             seconds=round(time.process_time() - started, 2),
+            definition=method.digest,
+            source=pool.source,
         )
 
     def _tuned(
@@ -260,8 +266,35 @@ class TableFolder:
         for path in sorted((self.path / "runs").glob("*.json")):
             text = _files.read_text(path, name="a cell")
             data = _files.parse_json(text, name="a cell", source=str(path))
-            found.append(Entry.from_dict(data))
+            found.append(self._checked(Entry.from_dict(data), path))
         return sorted(found, key=lambda entry: entry.cell)
+
+    def _check_sources(self, wanted: Sequence[Cell], bench: Bench) -> None:
+        tasks = {cell.task for cell in wanted}
+        for entry in self.entries():
+            if entry.cell.task in tasks:
+                source = bench.pools(entry.cell.task)[0].source
+                if source != entry.source:
+                    raise InputError(
+                        f"that of the cells in {self.path} ({entry.source})",
+                        name="the data",
+                        value=source,
+                        remedy="Give the same --data-dir, or another folder for the results.",
+                    )
+
+    @staticmethod
+    def _checked(entry: Entry, path: Path) -> Entry:
+        """Refuse a cell of a method that has other tuned numbers, or is not known, by now."""
+        known = METHODS.get(entry.cell.method)
+        if known is None or known.digest != entry.definition:
+            raise InputError(
+                "of a method as it is now",
+                name="the cell",
+                value=entry.cell.name,
+                remedy=f"The method was tuned otherwise then. Remove {path}, or use another "
+                "folder.",
+            )
+        return entry
 
     def has(self, cell: Cell) -> bool:
         """Whether the cell is done."""
@@ -270,7 +303,11 @@ class TableFolder:
     def run(
         self, wanted: Sequence[Cell], bench: Bench, done: Callable[[Cell], None] = lambda _: None
     ) -> list[Cell]:
-        """Run what is missing; returns the cells that others have under way."""
+        """Run what is missing; returns the cells that others have under way.
+
+        Refused, before anything is run, where cells of a task were drawn from other data.
+        """
+        self._check_sources(wanted, bench)
         others = []
         for cell in wanted:
             if self.has(cell):

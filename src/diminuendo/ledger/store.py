@@ -173,7 +173,7 @@ class Store:
         return self._engine
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Connection]:
+    def _transaction(self, *, write: bool, durable: bool = False) -> Iterator[Connection]:
         with (
             self._own_engine().connect() as bare,
             time_limit(bare, self.patience + 1),
@@ -183,7 +183,7 @@ class Store:
                 if write:
                     self._same_file()
                 yield connection
-            if write:
+            if write or durable:
                 wait_for_disk(bare)
 
     def _same_file(self) -> None:
@@ -202,11 +202,14 @@ class Store:
                 "was charged. Put the right file in its place and open it again."
             )
 
-    def read(self, work: Callable[[Connection], T]) -> T:
-        """The result of `work` on one state of the database."""
+    def read(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
+        """The result of `work` on one state of the database.
+
+        durable  return when that state is on disk: for a head that somebody will rely on
+        """
 
         def once() -> T:
-            with self._transaction(write=False) as connection:
+            with self._transaction(write=False, durable=durable) as connection:
                 _check_version(_version_in(connection))
                 return work(connection)
 

@@ -60,13 +60,14 @@ def verify(
              it knows. Keep it where only the verifier can write.
     """
 
-    head, stored, budgets, runs = ledger.read_transaction(
+    head, last, budgets, runs = ledger.read_transaction(
         lambda connection: (
             connection.execute(select(schema.head)).one(),
-            connection.execute(select(func.count()).select_from(schema.records)).scalar_one(),
+            connection.execute(select(func.max(schema.records.c.seq))).scalar() or 0,
             connection.execute(select(schema.budgets)).all(),
             connection.execute(select(schema.runs)).all(),
-        )
+        ),
+        durable=True,
     )
     wanted = _wanted(ledger, head.ledger, cited, anchors)
     replay = _verified_before(ledger, head, state)
@@ -80,8 +81,8 @@ def verify(
             f"The head says {head.seq} records and the last of them {head.digest}; there are "
             f"{replay.seq}, the last {replay.digest}: records were cut off or added at the end."
         )
-    if stored != head.seq:
-        raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
+    if last != head.seq:
+        raise LedgerError(f"There are records up to number {last}; the chain ends at {head.seq}.")
     replay.end()
     signatures.check_end(head.seq)
     wanted.check()

@@ -94,7 +94,7 @@ def _cells(
     extra = (PAPER,) if (examples, budget.epsilon) in task.paper else ()
     compared = (*task.compared, *extra)
     named = named_models(
-        {name: _hidden(name) for name in (*task.models, *extra)}, source.features, source.classes
+        {name: hidden_of(name) for name in (*task.models, *extra)}, source.features, source.classes
     )
     tuned = {
         name: _tuned(run, source, examples, budget, place, name, one) for name, one in named.items()
@@ -138,7 +138,7 @@ def _cells(
     return found
 
 
-def _hidden(name: str) -> str | int:
+def hidden_of(name: str) -> str | int:
     """A model of the setting as `tune` takes it."""
     if name == PAPER:
         return 1000

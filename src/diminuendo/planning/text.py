@@ -29,7 +29,9 @@ def drawing(values: ArrayLike, *, width: int = 48) -> str:
 
 def number(value: float) -> str:
     """Four significant digits, without an exponent between 0.0001 and 10 million."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}".replace("e+0", "e").replace("e+", "e")
 
 
 def rounded_up(value: float) -> str:
@@ -94,7 +96,9 @@ def percent(share: float) -> str:
     value = 100 * share
     if abs(value) >= 10:
         return f"{value:,.0f}%"
-    return f"{value:.2g}%" if abs(value) >= 1e-3 else f"{value:.1f}%"
+    if 0 < abs(value) < 1e-3:
+        return "less than 0.001%"
+    return f"{value:.2g}%"
 
 
 def gain_sentence(plan: Plan) -> str:

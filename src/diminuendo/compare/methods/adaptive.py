@@ -46,8 +46,8 @@ def _adaptive_share(private: Private, settings: Settings) -> Tensor:
     final = []
     for one in private.each():
         steps = int(settings["steps"])
-        sigma = math.sqrt(2 * steps / one.budget.R)
-        look = math.sqrt(2 * steps / one.budget.R)
+        sigma = math.sqrt(steps / one.budget.R / (1 - settings["looks"]))
+        look = math.sqrt(steps / one.budget.R / settings["looks"])
         most = 2 * math.log(one.facts.classes)
         theta, rule = one.start(), Flat(settings["clip"])
         lengths = [0.0] + [settings["lr"] * 2.0**k for k in (-3, -2, -1, 0, 1)]
@@ -77,7 +77,7 @@ def _adaptive_share(private: Private, settings: Settings) -> Tensor:
 METHODS = (
     Method(
         key="validation",
-        title="noise falls when the accuracy stalls",
+        title="noise falls when accuracy stalls",
         family="noise by what was seen",
         paper="Yu, Liu, Pu, Gursoy and Truex 2019 (validation-based decay)",
         claim=_FILTER + " The looks take a tenth of it.",
@@ -93,7 +93,7 @@ METHODS = (
         paper="Lee and Kifer 2018",
         claim=_FILTER,
         run=_adaptive_share,
-        space={**COMMON, "more": Range(0.05, 0.5)},
+        space={**COMMON, "more": Range(0.05, 0.5), "looks": Range(0.1, 0.5)},
         differs="The step length is chosen from the noisy losses of six candidates, released as "
         "one Gaussian vector, where they take a noisy maximum.",
     ),

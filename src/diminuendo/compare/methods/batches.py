@@ -44,7 +44,7 @@ def _growing(private: Private, settings: Settings) -> Tensor:
 METHODS = (
     Method(
         key="small-batches",
-        title="small batches, momentum, falling learning rate",
+        title="small batches, momentum",
         family="batches",
         paper="Abadi et al. 2016 (sampling), customary optimiser",
         claim=_CLAIM,
@@ -57,7 +57,7 @@ METHODS = (
     ),
     Method(
         key="large-batches",
-        title="large batches, momentum, falling learning rate",
+        title="large batches, momentum",
         family="batches",
         paper="e.g. Anil, Ghazi, Gupta, Kumar and Manurangsi 2022; De et al. 2022",
         claim=_CLAIM,

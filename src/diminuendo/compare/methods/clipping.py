@@ -75,6 +75,7 @@ METHODS = (
         run=_quantile,
         space={**COMMON, "quantile": Range(0.2, 0.9, "linear")},
         differs="Examples in place of users; full batches.",
+        checked="that the clip norm reaches the quantile, in the tests",
     ),
     Method(
         key="auto-s",
@@ -104,12 +105,13 @@ METHODS = (
     ),
     Method(
         key="adaclip",
-        title="coordinate-wise adaptive clipping",
+        title="coordinate-wise clipping",
         family="clipping",
         paper="Pichapati, Suresh, Yu, Reddi and Kumar 2019 (AdaCliP)",
         claim="T Gaussian releases of sums of vectors of norm at most 1; shift and scale come from "
         "what was released before.",
         run=_adaclip,
+        space={**COMMON, "clip": Range(0.01, 1.0)},
         differs="Full batches: the deviation of one example's gradient is estimated from that of "
         "the mean over N, and kept within a factor of 10 of its start.",
     ),

@@ -49,12 +49,16 @@ def _descend(private: Private, settings: Settings, matrix: Vector) -> Tensor:
     return theta
 
 
-def _square_root(private: Private, settings: Settings) -> Tensor:
-    """The square root of the matrix of prefix sums, cut to a band."""
-    steps, band = int(settings["steps"]), int(settings["band"])
+def banded_square_root(steps: int, band: int) -> Vector:
+    """The lower triangular square root of the matrix of prefix sums, cut to a band."""
     first = np.cumprod([1.0, *((2 * k - 1) / (2 * k) for k in range(1, steps))])
     first[band:] = 0
-    return _descend(private, settings, toeplitz(first, np.eye(1, steps)[0] * first[0]))
+    return np.asarray(toeplitz(first, np.eye(1, steps)[0]))
+
+
+def _prefix(private: Private, settings: Settings) -> Tensor:
+    matrix = banded_square_root(int(settings["steps"]), int(settings["band"]))
+    return _descend(private, settings, matrix)
 
 
 def _one_pole(private: Private, settings: Settings) -> Tensor:
@@ -75,17 +79,18 @@ def _for_influence(private: Private, settings: Settings) -> Tensor:
 METHODS = (
     Method(
         key="correlated-prefix",
-        title="banded Toeplitz noise for prefix sums",
+        title="banded Toeplitz noise",
         family="correlated noise",
         paper="Fichtenberger, Henzinger and Upadhyay 2023; Choquette-Choo et al. 2023 (banded)",
         claim=_CLAIM,
-        run=_square_root,
+        run=_prefix,
         space={**COMMON, "band": Range(choices=(4, 16, 64))},
         differs="Full batches in every step, in place of few participations.",
+        checked="the square root of the prefix sums, in the tests",
     ),
     Method(
         key="correlated-pole",
-        title="noise that takes back a share of the last",
+        title="noise takes back some of the last",
         family="correlated noise",
         paper="Dvijotham, McMahan, Pillutla, Steinke and Thakurta 2024 (BLT with one buffer)",
         claim=_CLAIM,
@@ -95,7 +100,7 @@ METHODS = (
     ),
     Method(
         key="correlated-influence",
-        title="correlated noise for the final loss",
+        title="correlated, for the final loss",
         family="correlated noise",
         paper="this library: the lemma's shape times one pole",
         claim=_CLAIM,

@@ -98,7 +98,7 @@ METHODS = (
     ),
     Method(
         key="optimal-momentum",
-        title="optimal schedule, momentum, falling learning rate",
+        title="optimal, momentum, falling rate",
         family="noise by schedule",
         paper="this library's paper, planned for the learning rates that are used",
         claim=_CLAIM,
@@ -127,7 +127,7 @@ METHODS = (
     ),
     Method(
         key="joint",
-        title="joint plan of noise and learning rates",
+        title="joint plan of noise and rates",
         family="noise by schedule",
         paper='this library: plan(lr="joint")',
         claim=_CLAIM,

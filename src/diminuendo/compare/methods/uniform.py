@@ -28,6 +28,12 @@ def _momentum(private: Private, settings: Settings) -> Tensor:
     return descent.descend(private, sigmas, settings["clip"], update)
 
 
+def _falling(private: Private, settings: Settings) -> Tensor:
+    sigmas = _sigmas(private, settings)
+    update = descent.plain(descent.falling(settings["lr"], len(sigmas)))
+    return descent.descend(private, sigmas, settings["clip"], update)
+
+
 def _adam(private: Private, settings: Settings) -> Tensor:
     update = descent.adam(settings["lr"])
     return descent.descend(private, _sigmas(private, settings), settings["clip"], update)
@@ -60,8 +66,17 @@ METHODS = (
         differs="Full batches, and the exact Gaussian account in place of the moments'.",
     ),
     Method(
+        key="uniform-falling",
+        title="uniform, falling rate",
+        family="uniform",
+        paper="customary",
+        claim=_CLAIM,
+        run=_falling,
+        differs="A cosine, without momentum.",
+    ),
+    Method(
         key="uniform-momentum",
-        title="uniform noise, momentum, falling learning rate",
+        title="uniform, momentum, falling rate",
         family="uniform",
         paper="customary (e.g. De et al. 2022)",
         claim=_CLAIM,
