@@ -158,8 +158,10 @@ def _joint() -> str:
             for way in ("fading", "falling", "joint")
         ]
         reached = [
-            f"{float(r['test_accuracy']):.4f} ± {float(r['test_accuracy_half']):.4f}" if r else ""
-            for r in (ways.get("uniform"), ways["joint"])
+            f"{float(way['test_accuracy']):.4f} ± {float(way['test_accuracy_half']):.4f}"
+            if way
+            else ""
+            for way in (ways.get("uniform"), ways["joint"])
         ]
         name = f"**{model}**" if chosen else model
         rows.append(

@@ -246,6 +246,20 @@ def test_objective_perturbation_lies_between_gaussian_bounds() -> None:
         whole.objective_multiplier(BUDGET, 1e-6, 1.0, 10)
 
 
+def test_the_noise_that_hides_the_solver_is_negligible(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales: list[float] = []
+    real = Private.noised
+
+    def watched(self: Private, sums: Tensor, bound: float, sigma: float, **more: bool) -> Tensor:
+        scales.append(bound * sigma)
+        return real(self, sums, bound, sigma, **more)
+
+    monkeypatch.setattr(Private, "noised", watched)
+    whole.objective_perturbation(private(), 0.05)
+    slope, hiding = scales
+    assert hiding < 0.01 * slope / (120 * 0.05 + 120 * 0.5), "of what the slope itself does to θ"
+
+
 def test_what_is_spared_for_the_solver_adds_up() -> None:
     spare = whole.Spare.of(BUDGET)
     small = BUDGET.delta / (100 * (2 + math.exp(BUDGET.epsilon)))

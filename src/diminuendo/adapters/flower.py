@@ -36,13 +36,13 @@ from diminuendo.spending import PlanSpending, Spending
 
 _NEEDED = {"extra": "flower", "purpose": "The Flower adapter"}
 with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
-    import numpy as np
     import torch
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import FedAvg, Strategy
     from torch import Tensor
 
+    from diminuendo.adapters._flower_parts import DrawnNodes, GlobalModel
     from diminuendo.adapters._stepping import how_it_ended
     from diminuendo.training import Flat, Journal, Result
     from diminuendo.training.clipping.rounding import row_norm
@@ -194,7 +194,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         )
         drawn = {nodes[place] for place in places.tolist()}
         messages = list(
-            self.strategy.configure_train(server_round, arrays, config, _Drawn(grid, drawn))
+            self.strategy.configure_train(server_round, arrays, config, DrawnNodes(grid, drawn))
         )
         asked = [message.metadata.dst_node_id for message in messages]
         if len(asked) != len(set(asked)) or not set(asked) == drawn:
@@ -214,7 +214,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         number, arrays, drawn = self._round
         if number != server_round:
             raise UsageError(f"Round {server_round} was aggregated and {number} was drawn.")
-        model = _Model(arrays)
+        model = GlobalModel(arrays)
         total = torch.zeros(model.size, dtype=torch.float64)
         waiting, failed = set(drawn), 0
         for reply in replies:
@@ -240,7 +240,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
             aggregated = model.in_its_types(aggregated)
         return aggregated, MetricRecord(self._public())
 
-    def _update(self, model: _Model, reply: Message) -> Tensor:
+    def _update(self, model: GlobalModel, reply: Message) -> Tensor:
         """What a client adds to the sum: zero for whatever else it sent."""
         try:
             update = model.update(reply.content)
@@ -327,75 +327,3 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
     def summary(self) -> None:
         """Log the plan, and the wrapped strategy's own summary."""
         self._evaluating.summary()
-
-
-class _Drawn:
-    """A grid on which only the clients that were drawn are connected."""
-
-    def __init__(self, grid: Grid, nodes: set[int]) -> None:
-        self._grid, self._nodes = grid, nodes
-
-    def get_node_ids(self) -> list[int]:
-        """The nodes that were drawn."""
-        return sorted(self._nodes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-
-class _Model:
-    """The global model as one vector of its floating-point arrays; others stay as they are."""
-
-    def __init__(self, arrays: ArrayRecord) -> None:
-        self._arrays = {name: array.numpy() for name, array in arrays.items()}
-        self._trained = {
-            name: part
-            for name, part in self._arrays.items()
-            if np.issubdtype(part.dtype, np.floating)
-        }
-        self.size = sum(part.size for part in self._trained.values())
-        if not self.size:
-            raise InputError("at least one", name="the arrays of floating-point numbers", value=0)
-
-    def update(self, content: RecordDict) -> Tensor | None:
-        """What a reply adds to the model, flat and in float64; None where it is no such model."""
-        records = list(content.array_records.values())
-        if len(records) != 1:
-            return None
-        parts = []
-        for name, here in self._trained.items():
-            there = records[0][name].numpy() if name in records[0] else None
-            if there is None or there.shape != here.shape:
-                return None
-            if not np.issubdtype(there.dtype, np.floating):
-                return None
-            parts.append((there.astype(np.float64) - here.astype(np.float64)).ravel())
-        return torch.from_numpy(np.concatenate(parts))
-
-    def in_its_types(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The trained arrays in their own types, and the others as they were.
-
-        An average makes floating-point numbers of whole ones.
-        """
-        return ArrayRecord(
-            {
-                name: Array(
-                    np.asarray(arrays[name].numpy().astype(part.dtype))
-                    if name in self._trained
-                    else part
-                )
-                for name, part in self._arrays.items()
-            }
-        )
-
-    def moved_by(self, update: Tensor) -> ArrayRecord:
-        """The model plus an update, in the arrays' own types."""
-        flat, place = update.numpy(), 0
-        moved = {}
-        for name, part in self._arrays.items():
-            if name in self._trained:
-                change = flat[place : place + part.size].reshape(part.shape)
-                place += part.size
-                part = (part.astype(np.float64) + change).astype(part.dtype)
-            moved[name] = Array(np.asarray(part))
-        return ArrayRecord(moved)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diminuendo.audit.canaries import Canaries
+from diminuendo.errors import UsageError
 from diminuendo.planning import Plan
 from diminuendo.training import PrivateGradients, Progress, fit
 
@@ -29,7 +30,7 @@ def by_fit(**options: Any) -> Train:
             see(private.released)
 
         given: dict[str, Any] = {"lr": 1e-6, **options}
-        fit(
+        result = fit(
             canaries.model(),
             canaries.data,
             plan,
@@ -37,6 +38,8 @@ def by_fit(**options: Any) -> Train:
             progress=Progress(shown=False, after_step=after_step),
             **given,
         )
+        if result.status != "done":
+            raise UsageError(f"The audited training ended early: {result.reason}.")
 
     return train
 

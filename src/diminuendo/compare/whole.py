@@ -48,7 +48,7 @@ def output_perturbation(private: Private, ridge: float, tolerance: float = 0.01)
     per_example = lipschitz(private) / private.facts.examples
     sigma = _whole_budget(private)
     theta = minimise(private, ridge, tolerance * per_example)
-    return private.noised(theta, (1 + 2 * tolerance) * per_example / ridge, sigma)
+    return private.noised(theta, (1 + 2 * tolerance) * per_example / ridge, sigma).float()
 
 
 def bolt_on(private: Private, ridge: float, passes: int, batch: int) -> Tensor:
@@ -122,10 +122,10 @@ def objective_perturbation(private: Private, ridge: float) -> Tensor:
     )
     _whole_budget(private)
     slope = private.noised(torch.zeros_like(private.start()), bound, multiplier, seen=False)
-    tolerance = 1e-6 * bound
+    tolerance = 1e-8 * bound  # so that the noise that hides the solver's error is negligible
     theta = minimise(private, ridge, tolerance, slope / examples)
     distance = tolerance / ridge
-    return private.noised(theta, distance, 1 / spare.mu, seen=False)
+    return private.noised(theta, distance, 1 / spare.mu, seen=False).float()
 
 
 class Spare:
@@ -207,7 +207,7 @@ def minimise(
         if slope is not None:
             gradient = gradient + slope
         if float(gradient.norm(dim=1).max()) <= tolerance:
-            return ahead.to(torch.get_default_dtype())
+            return ahead
         following = ahead - gradient / largest
         ahead = following + pull * (following - theta)
         theta = following

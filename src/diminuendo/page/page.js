@@ -256,7 +256,7 @@
     }
     for (const line of what.lines) if (line.label) {
       const i = Math.round(line.at * (what.x.length - 1)), y = Y(line.values[i]);
-      svg.append(make("text", { class: `label ${line.kind}`, x: X(what.x[i]), y: line.below ? y + 16 : Math.max(y - 8, 12), "text-anchor": line.at > 0.8 ? "end" : line.at < 0.2 ? "start" : "middle" }, line.label));
+      svg.append(make("text", { class: `label ${line.kind}`, x: X(what.x[i]), y: line.below ? y + 16 : Math.max(y - 8, 12), "text-anchor": line.end || line.at > 0.8 ? "end" : line.at < 0.2 ? "start" : "middle" }, line.label));
     }
     const cursor = make("line", { class: "cursor", y1: head, y2: height - foot, visibility: "hidden" });
     const dot = make("circle", { class: "dot", r: 4.5, visibility: "hidden" });
@@ -307,7 +307,7 @@
     $("t-noise-words").textContent = "than uniform noise leaves";
     const needs = running && running.uniform_needs;
     put("t-needs", running === null ? "…" : needs ? `ε = ${short(Number(needs), 3)}` : "no more");
-    $("t-needs-words").textContent = needs ? "for as little noise at the end" : "";
+    $("t-needs-words").textContent = needs ? "for as little noise" : "";
     pictures();
     put("gain", element("strong", "Gain. "), answer.gain);
     put("erub", element("strong", "Worst case. "), `The bound on the final excess risk (ERUB) is ${answer.erub} of the initial one, with uniform noise in ${answer.uniform_steps.toLocaleString("en")} steps ${answer.erub_uniform}.` +
@@ -351,7 +351,7 @@
       lines: [
         { values: speeds.map((s) => s.plan), kind: "plan", label: "this plan", at: 0.97 },
         { values: speeds.map(() => 1), kind: "uniform", label: "uniform noise", at: 0.02, below: speeds[0].plan > 1 },
-        ...(best[0] === null ? [] : [{ values: best, kind: "best", label: "if you had known", at: 0.36, below: true }]),
+        ...(best[0] === null ? [] : [{ values: best, kind: "best", label: "if you had known", at: 0.4, below: true, end: true }]),
       ],
       read: (i) => `${asked(speeds[i])}: ${percent(speeds[i].plan)}`,
     });

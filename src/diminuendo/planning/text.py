@@ -70,13 +70,13 @@ def summary(plan: Plan) -> str:
     batch = "full batch" if least == 1 else f"Poisson rate {rate}"
     rates = [] if plan.lr is None else [f"  learning rate {_line(plan.lr)}"]
     lines = [
-        f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
+        f"Plan: {_steps(plan.steps)}, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
         f"  noise σ      {_line(sigmas)}",
         *rates,
         f"  privacy      ε = {rounded_up(plan.epsilon)} of {whole(budget.epsilon)} at δ = "
         f"{whole(budget.delta)} ({budget.relation}, {budget.conversion} conversion)",
         f"  worst case   ERUB, the bound on the final excess risk over the initial one: "
-        f"{number(plan.erub)}; with uniform noise in {plan.uniform_steps:,} steps "
+        f"{number(plan.erub)}; with uniform noise in {_steps(plan.uniform_steps)} "
         f"{number(plan.erub_uniform)}",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
         "leaves in the final loss",
@@ -85,6 +85,10 @@ def summary(plan: Plan) -> str:
         "Assumptions:",
     ]
     return "\n".join(lines + [f"  - {assumption}" for assumption in plan.assumptions])
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _line(values: Vector) -> str:

@@ -417,6 +417,7 @@ class PrivateGradients:
             "noise": self.noise,
             "step": self.charged,
             "lost": self.lost,
+            "smallest_part": self.sampler.smallest,
             "spending": self.spending.state(),
             "released": list(self.released) if self.policy is not None else [],
         }
@@ -477,6 +478,9 @@ class PrivateGradients:
         )
         if state is not None:
             self.lost, self.released = int(state["lost"]), tuple(state["released"])
+            # How finely batches were split decides what rounding may cost.
+            parts = [n for n in (self.sampler.smallest, state.get("smallest_part")) if n]
+            self.sampler.smallest = min(parts, default=None)
         self.lost += now - spent
         self.step = step + now - spent
         self._resumed = self.step > 0
