@@ -69,7 +69,7 @@ def compare(
     need_torch(None)
     import torch
 
-    from diminuendo.compare import page, summary, table
+    from diminuendo.compare import TableFolder, page, summary, table
     from diminuendo.compare.methods import METHODS
 
     if list_methods:
@@ -98,7 +98,7 @@ def compare(
     bench = table.Bench(effort, _folders(data_dir or [], tasks))
     for name in tasks:
         bench.pools(name)  # what is missing is said before anything is run
-    folder = table.TableFolder(out, effort)
+    folder = TableFolder(out, effort)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the products are small: threads would only wait for each other
     try:

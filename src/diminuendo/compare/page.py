@@ -23,7 +23,8 @@ CLAIM = (
 READING = (
     "“Better” and “worse” are by paired 95% intervals of the difference in test accuracy to "
     "uniform noise, one comparison at a time: of a hundred methods that are alike, five would be "
-    "told apart by chance."
+    "told apart by chance. The intervals are about seeds. They do not cover which candidate was "
+    "chosen on auxiliary data, and that can move a method by a point or more."
 )
 _SUMMARY = (
     "method",

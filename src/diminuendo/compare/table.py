@@ -1,26 +1,17 @@
-"""Cells: one method on one task at one budget, tuned on auxiliary data and run with paired seeds.
-
-Every cell is a file of its own. A folder can be extended by methods, data sets, sizes and budgets;
-what is there is not run again, and what an interruption left out is run next time. Several
-machines can work in one folder: a cell that one has begun is left to it.
-"""
+"""Cells: one method on one task at one budget, tuned on auxiliary data, run with paired seeds."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diminuendo import _files, _validate
+from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.compare.data import TASKS, Pool, Task
 from diminuendo.compare.method import Method, Settings
@@ -28,11 +19,8 @@ from diminuendo.compare.methods import METHODS
 from diminuendo.compare.models import Linear, Model, Network
 from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
-from diminuendo.paper.setting import ResultsFolder
 from diminuendo.replicas.statistics import Interval, interval
 
-ABANDONED = 1800.0
-"""Seconds after which a cell that was begun and not finished is taken for abandoned."""
 _TUNING_SEED, _RUN_SEED = 10_000, 1
 
 
@@ -250,110 +238,3 @@ def cells(
         for key in methods
         if METHODS[key].run is not None and not (METHODS[key].convex and model != "linear")
     ]
-
-
-class TableFolder:
-    """The cells that are done, in a folder, and the claims of those under way."""
-
-    def __init__(self, path: str | Path, effort: Effort) -> None:
-        self.folder = ResultsFolder(path, asdict(effort))
-        self.path = Path(path)
-        _files.make_folder(self.path / "claims")
-
-    def entries(self) -> list[Entry]:
-        """All cells that are done, by whoever."""
-        found = []
-        for path in sorted((self.path / "runs").glob("*.json")):
-            text = _files.read_text(path, name="a cell")
-            data = _files.parse_json(text, name="a cell", source=str(path))
-            found.append(self._checked(Entry.from_dict(data), path))
-        return sorted(found, key=lambda entry: entry.cell)
-
-    def _check_sources(self, wanted: Sequence[Cell], bench: Bench) -> None:
-        tasks = {cell.task for cell in wanted}
-        for entry in self.entries():
-            if entry.cell.task in tasks:
-                source = bench.pools(entry.cell.task)[0].source
-                if source != entry.source:
-                    raise InputError(
-                        f"that of the cells in {self.path} ({entry.source})",
-                        name="the data",
-                        value=source,
-                        remedy="Give the same --data-dir, or another folder for the results.",
-                    )
-
-    @staticmethod
-    def _checked(entry: Entry, path: Path) -> Entry:
-        """Refuse a cell of a method that has other tuned numbers, or is not known, by now."""
-        known = METHODS.get(entry.cell.method)
-        if known is None or known.digest != entry.definition:
-            raise InputError(
-                "of a method as it is now",
-                name="the cell",
-                value=entry.cell.name,
-                remedy=f"The method was tuned otherwise then. Remove {path}, or use another "
-                "folder.",
-            )
-        return entry
-
-    def has(self, cell: Cell) -> bool:
-        """Whether the cell is done."""
-        return (self.path / "runs" / f"{cell.name}.json").exists()
-
-    def run(
-        self, wanted: Sequence[Cell], bench: Bench, done: Callable[[Cell], None] = lambda _: None
-    ) -> list[Cell]:
-        """Run what is missing; returns the cells that others have under way.
-
-        Refused, before anything is run, where cells of a task were drawn from other data.
-        """
-        self._check_sources(wanted, bench)
-        others = []
-        for cell in wanted:
-            if self.has(cell):
-                done(cell)
-                continue
-            if not self._claim(cell):
-                others.append(cell)
-                continue
-            try:
-                self.folder.stored_or(cell.name, partial(_run, bench, cell))
-            finally:
-                (self.path / "claims" / cell.name).unlink(missing_ok=True)
-            done(cell)
-        return [cell for cell in others if not self.has(cell)]
-
-    def _claim(self, cell: Cell) -> bool:
-        """Take the cell, unless a process that may be alive has taken it."""
-        path = self.path / "claims" / cell.name
-        mine = json.dumps({"host": socket.gethostname(), "process": os.getpid()})
-        try:
-            with path.open("x", encoding="utf-8") as handle:
-                handle.write(mine)
-            return True
-        except FileExistsError:
-            pass
-        try:
-            age = time.time() - path.stat().st_mtime
-            holder = json.loads(path.read_text(encoding="utf-8") or "{}")
-        except (OSError, ValueError):
-            return False
-        here = holder.get("host") == socket.gethostname()
-        if age < ABANDONED and not (here and not _alive(int(holder.get("process", 0)))):
-            return False
-        _files.write_text(path, mine)
-        return True
-
-
-def _run(bench: Bench, cell: Cell) -> dict[str, Any]:
-    return bench.run(cell).to_dict()
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process > 0
