@@ -119,9 +119,8 @@ class JointProblem:
         grid = math.log(self.limit) + np.log(np.geomspace(1e-5, 10, 19))
         best = grid[int(np.argmin([loss(factor) for factor in grid]))]
         near = (best - (grid[1] - grid[0]), best + (grid[1] - grid[0]))
-        options = {"xatol": 1e-3}
-        factor = minimize_scalar(loss, bounds=near, method="bounded", options=options).x
-        factor = min(float(factor), float(best), key=loss)
+        found = minimize_scalar(loss, bounds=near, method="bounded", options={"xatol": 1e-3})
+        factor = min(float(found.x), float(best), key=loss)
         return np.asarray(np.minimum(math.exp(factor) * shape, self.limit))
 
     def _log_objective(self, x: Vector, sizes: Vector) -> tuple[float, Vector]:
