@@ -24,7 +24,7 @@ from diminuendo.tuning.space import Candidate
 Objective = Literal["train-loss", "test-loss", "test-error"]
 OBJECTIVES: tuple[Objective, ...] = ("train-loss", "test-loss", "test-error")
 FIRST_HELD_OUT_SEED = 1_000_000
-SMALL = 4_000_000
+SMALL = 50_000_000
 """Parameters × examples below which a model is trained by one thread."""
 
 
