@@ -131,14 +131,19 @@ def test_what_rounding_may_cost_is_added_to_delta(
     assert run(LINEAR.model(), plan, noise="fast").delta_added == 0
 
 
-def test_sums_that_cannot_fail_add_nothing_to_delta(tmp_path: Path) -> None:
-    """No product of this model needs random vectors; who goes on from a folder cannot know."""
+def test_sums_that_cannot_fail_add_nothing_to_delta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No product of this model needs random vectors; a run that goes on remembers if some did."""
     plan = LINEAR.plan(steps=3)
-    result = run(LINEAR.model(), plan, folder=tmp_path, every=1)
-    assert result.delta_added == 0
-    claim = run_report.claim(run_report.facts(plan, asdict(result)))
-    assert " + " not in claim
-    assert run(LINEAR.model(), plan, folder=tmp_path, every=1).delta_added > 0
+    for folder in (tmp_path / "none", tmp_path / "some"):
+        result = run(LINEAR.model(), plan, folder=folder, every=1)
+        assert (result.delta_added == 0) == (folder.name == "none")
+        claim = run_report.claim(run_report.facts(plan, asdict(result)))
+        assert (" + " in claim) == (folder.name == "some")
+        again = run(LINEAR.model(), plan, folder=folder, every=1)
+        assert again.delta_added == result.delta_added
+        monkeypatch.setattr(sums, "_NARROW", 1)
 
 
 @pytest.mark.parametrize(("noise", "factor"), [("exact", COUNTED), ("fast", 1.0)])

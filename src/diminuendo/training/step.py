@@ -139,7 +139,7 @@ class PrivateGradients:
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
-        self._resumed = False
+        self._checked_before = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
@@ -351,8 +351,12 @@ class PrivateGradients:
     def delta_missed(self) -> float:
         """What is to be added to δ for the steps that were taken: `delta_added`, or 0 where no sum
         had a shape that needs random vectors: that of a layer whose narrower side is wide."""
-        checked = self.engine.checks or self._resumed or self.group.world > 1
-        return self.delta_added if checked else 0.0
+        return self.delta_added if self._checked or self.group.world > 1 else 0.0
+
+    @property
+    def _checked(self) -> bool:
+        """Whether some sum of the run may have been checked; of lost steps nobody knows."""
+        return self.engine.checks or self._checked_before
 
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
@@ -418,6 +422,7 @@ class PrivateGradients:
             "step": self.charged,
             "lost": self.lost,
             "smallest_part": self.sampler.smallest,
+            "checked": self._checked,
             "spending": self.spending.state(),
             "released": list(self.released) if self.policy is not None else [],
         }
@@ -483,7 +488,9 @@ class PrivateGradients:
             self.sampler.smallest = min(parts, default=None)
         self.lost += now - spent
         self.step = step + now - spent
-        self._resumed = self.step > 0
+        self._checked_before = now > spent or (
+            self.step > 0 if state is None else bool(state.get("checked", True))
+        )
         self._begun = True
 
     def _read(self, step: int) -> Entry:
