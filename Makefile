@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-models models-table bench docs format picture clean
+.PHONY: setup demo test test-models test-adapters models-table bench docs format picture clean
 
 setup: .venv/.ready
 
@@ -22,6 +22,14 @@ test: setup
 
 test-models: .venv-models/.ready
 	.venv-models/bin/python -m pytest -q -n auto -W ignore tests/models
+
+test-adapters: .venv-adapters/.ready
+	.venv-adapters/bin/python -m pytest -q -n auto -W ignore tests/adapters
+
+.venv-adapters/.ready: pyproject.toml constraints-adapters.txt
+	$(PYTHON) -m venv .venv-adapters
+	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-adapters.txt -e '.[adapters]'
+	touch $@
 
 models-table: .venv-models/.ready
 	.venv-models/bin/python -m pytest -q -W ignore tests/models
@@ -59,4 +67,4 @@ picture: setup
 	$(BIN)/python examples/picture.py
 
 clean:
-	rm -rf .venv .venv-docs .venv-models out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-adapters .venv-docs .venv-models out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from diminuendo.training.mechanism import cipher, exact, kernels
+from diminuendo.training.mechanism import cipher, cpu, exact, kernels
 from diminuendo.training.mechanism.grid import Grid
 
 KEYS = (os.urandom(32), os.urandom(32))
@@ -70,7 +70,7 @@ def measure(size: int, device: str, rounds: int) -> None:
 
 def undecided(size: int) -> None:
     grid = Grid.of(1.5)
-    places, _ = exact.undecided_on_cpu(torch.zeros(size, dtype=torch.float64), grid, KEYS[0])
+    places, _ = cpu.add_rounded_gaussian(torch.zeros(size, dtype=torch.float64), grid, KEYS[0])
     expected = 2 * (0.5 - grid.limit) + 2.0**-25
     print(f"\n{len(places)} of {size:,} refined; about {expected * size:.1f} expected")
 

@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                  # on the CPU; on a GPU where there is one
     python benchmarks/training.py --workloads AD --rounds 100 --no-opacus
+    python benchmarks/training.py --before 3       # as in a training loop, not one step in turn
 
 Every round times each variant once, in a rotating order, in one process; the ratios are medians
 over rounds of (variant / plain in the same round), with the quartiles beside them.
@@ -219,8 +220,11 @@ def _sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def compare(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each variant in each round."""
+def compare(
+    steps: dict[str, Step], rounds: int, device: str, before: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each round: of one step, after so many of the same variant, which
+    leave the caches and the cores as a training loop finds them."""
     for step in steps.values():
         for _ in range(4):
             step()
@@ -230,6 +234,8 @@ def compare(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[
     for _ in range(rounds):
         order = order[1:] + order[:1]
         for key in order:
+            for _ in range(before):
+                steps[key]()
             _sync(device)
             start = time.perf_counter()
             steps[key]()
@@ -295,7 +301,7 @@ def cpu_memory(name: str) -> None:
     )
 
 
-def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
+def bench(name: str, device: str, rounds: int, opacus: bool, before: int) -> None:
     (gpu_memory if device == "cuda" else cpu_memory)(name)  # before there is anything else
     steps = {"plain": plain_step(name, device), "private": private_step(name, device)}
     for mode in ("hooks", "functorch", "ew", "ghost") if opacus else ():
@@ -305,20 +311,21 @@ def bench(name: str, device: str, rounds: int, opacus: bool) -> None:
             steps[f"opacus {mode}"] = step
         except Exception as error:  # a peer that cannot run a workload is reported as such
             print(f"{name}  opacus {mode}: fails ({type(error).__name__}: {error})"[:150])
-    report(name, compare(steps, rounds, device), "plain")
+    report(name, compare(steps, rounds, device, before), "plain")
     updates = {
         "plain+SGD": plain_step(name, device, True),
         "private, whole": private_step(name, device, True),
         "private, fast noise": private_step(name, device, True, "fast"),
         "exact noise alone": noise_step(name, device),
     }
-    report(name, compare(updates, rounds, device), "plain+SGD")
+    report(name, compare(updates, rounds, device, before), "plain+SGD")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", default="")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--before", type=int, default=0, help="untimed steps before each timed one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-opacus", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
@@ -331,7 +338,7 @@ def main() -> None:
         memory(*options.measure)
         return
     for name in options.workloads or ("AEF" if options.device == "cuda" else "ABCD"):
-        bench(name, options.device, options.rounds, not options.no_opacus)
+        bench(name, options.device, options.rounds, not options.no_opacus, options.before)
 
 
 if __name__ == "__main__":

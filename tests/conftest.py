@@ -33,5 +33,6 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of tests are not kept among the user's own."""
+    """Runs of tests, and settings that they choose, are not kept among the user's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import mpmath
@@ -177,3 +178,12 @@ def test_a_pair_is_a_budget_everywhere() -> None:
                 call(wrong)
         with pytest.raises(dim.InputError, match="epsilon"):
             call((-1, 1e-5))
+
+
+def test_a_ledger_takes_a_pair_too(tmp_path: Path) -> None:
+    with dim.Ledger(tmp_path / "l.sqlite") as ledger:
+        status = ledger.create("patients", (2, 1e-5))
+        assert status.terms.budget == Budget(epsilon=2, delta=1e-5)
+        with pytest.raises(dim.InputError, match="a Budget, or a pair"):
+            ledger.create("others", 2)  # type: ignore[arg-type]
+        assert [one.terms.name for one in ledger.budgets()] == ["patients"]

@@ -86,7 +86,12 @@ def run(block: Block, page: str, names: dict[str, object]) -> None:
 
 
 def test_few_blocks_are_left_out() -> None:
-    skipped = [(page, block.skipped) for page in PAGES for block in blocks(page) if block.skipped]
+    skipped = [
+        (page, block.skipped)
+        for page in PAGES
+        for block in blocks(page)
+        if block.skipped and not re.search(r"`make test-\w+` runs it$", block.skipped)
+    ]
     assert len(skipped) <= 6, skipped
 
 

@@ -53,7 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace `<!-- table: NAME -->` on the evidence page by what the CSV file holds."""
     if page.file.src_uri == "evidence/index.md":
-        for name, table in (("cells", _cells), ("efficiency", _efficiency)):
+        tables = (("cells", _cells), ("efficiency", _efficiency), ("joint", _joint))
+        for name, table in tables:
             markdown = markdown.replace(f"<!-- table: {name} -->", table())
     return markdown
 
@@ -139,3 +140,36 @@ def _efficiency() -> str:
     ]
     head = "| task, N | variant | uniform noise needs | ratio |\n|---|---|---|---|\n"
     return head + "\n".join(rows)
+
+
+def _joint() -> str:
+    """One row for each model in a cell: uniform noise, and what the other ways add to it."""
+    places: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for r in _read("joint"):
+        key = tuple(r[name] for name in ("task", "examples", "epsilon", "delta", "model"))
+        places.setdefault(key, {})[r["method"]] = r
+    rows = []
+    for (task, examples, epsilon, delta, model), ways in places.items():
+        chosen = any(r["chosen"] == "True" for r in ways.values())
+        added = [
+            f"{float(r['against_uniform']):+.4f} ± {float(r['against_uniform_half']):.4f}"
+            if (r := ways.get(way)) and "uniform" in ways
+            else ""
+            for way in ("fading", "falling", "joint")
+        ]
+        reached = [
+            f"{float(way['test_accuracy']):.4f} ± {float(way['test_accuracy_half']):.4f}"
+            if way
+            else ""
+            for way in (ways.get("uniform"), ways["joint"])
+        ]
+        name = f"**{model}**" if chosen else model
+        rows.append(
+            f"| {task}, {examples} | ({float(epsilon):g}, {float(delta):g}) | {name} "
+            f"| {reached[0]} | {added[0]} | {added[1]} | {added[2]} | {reached[1]} |"
+        )
+    return (
+        "| task, N | (ε, δ) | model | uniform | fading noise adds | falling rate adds "
+        "| best of both adds | best of both |\n|---|---|---|---|---|---|---|---|\n"
+        + "\n".join(rows)
+    )

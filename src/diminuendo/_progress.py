@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+
+_BETWEEN = 0.2
+"""Seconds between two states of a line at the same per cent."""
 
 
 class Bar(Protocol):
@@ -32,7 +37,9 @@ def bar(title: str, *, total: float | None = None, shown: bool = True) -> Iterat
     if not shown:
         yield _Silent()
     elif _plain_notebook():
-        yield _Line(title, total)
+        line = _Line(title, total)
+        yield line
+        line.flush()
         print(file=sys.stderr)
     else:
         with _rich_bar(title) as progress:
@@ -44,7 +51,19 @@ def working(title: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
     console = Console(stderr=True)
+    if console.is_jupyter:
+        return _said(f"{title} …")
     return console.status(f"{title} …") if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def _said(text: str) -> Iterator[None]:
+    """A line in a notebook, wiped at the end: a spinner there would need widgets."""
+    print(f"\r{text}", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 def watched() -> bool:
@@ -93,19 +112,27 @@ class _Rich:
 
 
 class _Line:
-    """One line that is written over; only when its text changes."""
+    """One line that is written over: at each per cent, and a few times a second between."""
 
     def __init__(self, title: str, total: float | None) -> None:
         self._title, self._total, self._done, self._text = title, total, 0.0, ""
+        self._waiting, self._share, self._last = "", "", 0.0
 
     def update(self, done: float, *, total: float | None = None, note: str = "") -> None:
         self._done, self._total = done, total or self._total
         share = f"{100 * done / self._total:.0f}%" if self._total else f"{done:g}"
-        text = f"{self._title} {share} {note}".rstrip()
-        if text != self._text:
-            blank = " " * max(0, len(self._text) - len(text))
-            print(f"\r{text}{blank}", end="", file=sys.stderr, flush=True)
-            self._text = text
+        self._waiting = f"{self._title} {share} {note}".rstrip()
+        now = time.monotonic()
+        if (self._total and share != self._share) or now - self._last > _BETWEEN:
+            self._share = share
+            self.flush()
 
     def advance(self, amount: float = 1) -> None:
         self.update(self._done + amount)
+
+    def flush(self) -> None:
+        """Write what waits, if it is not there already."""
+        if self._waiting != self._text:
+            blank = " " * max(0, len(self._text) - len(self._waiting))
+            print(f"\r{self._waiting}{blank}", end="", file=sys.stderr, flush=True)
+            self._text, self._last = self._waiting, time.monotonic()

@@ -182,6 +182,29 @@ def test_no_update_is_longer_than_the_clip_norm() -> None:
     assert [part * strategy._spacing for part in exact] == total.tolist()  # to the last bit
 
 
+def test_rounds_add_up_and_types_stay() -> None:
+    def client(_: int, message: Message) -> list[Message]:
+        assert message.content["arrays"]["w"].numpy().dtype == np.float32
+        assert message.content["arrays"]["counter"].numpy().dtype == np.int64
+        return ones(_, message)
+
+    result, _ = run(quiet(PrivateStrategy(FedAvg(), planned(steps=4, rate=1.0))), client)
+    assert result.arrays["w"].numpy() == pytest.approx(4 * np.ones(SIZE) / SIZE**0.5, rel=1e-3)
+
+
+def test_failures_are_said_in_the_servers_log(caplog: pytest.LogCaptureFixture) -> None:
+    def client(node: int, message: Message) -> list[Message]:
+        return [] if node < 3 else [answer(message, np.full(SIZE, np.nan))]
+
+    with caplog.at_level(logging.WARNING, "flwr"):
+        logging.getLogger("flwr").addHandler(caplog.handler)
+        try:
+            run(PrivateStrategy(FedAvg(), planned(steps=1, rate=1.0)), client)
+        finally:
+            logging.getLogger("flwr").removeHandler(caplog.handler)
+    assert "2 of 12 clients did not answer, and 10 added nothing" in caplog.text
+
+
 def test_noise_is_the_plans_and_metrics_of_clients_are_dropped() -> None:
     plan = planned(steps=40, epsilon=2)
     strategy = PrivateStrategy(FedAvg(), plan)

@@ -331,6 +331,11 @@ def test_a_crash_never_releases_a_step_twice(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="died"):
             died.train()
         assert spending.steps == 5
+        again = trainer(tmp_path, bert(), plan, spending=ledger.pay("b", plan), **often)
+        assert again.train(resume_from_checkpoint=True).global_step == 8
+        assert again.result is not None
+        assert (again.result.steps, again.result.lost) == (8, 2)
+        assert 0.99 < ledger.status("b").spent <= 1
     free = trainer(tmp_path / "free", model, plan, callbacks=[StopAfter(5, OSError)], **often)
     with pytest.raises(OSError, match="died"):
         free.train()
@@ -339,9 +344,9 @@ def test_a_crash_never_releases_a_step_twice(tmp_path: Path) -> None:
     assert on.result is not None
     assert (on.result.steps, on.result.lost) == (8, 2)  # 4 and 5 were released before
     assert sum(event.count for event in on.result.events) == 8
-    for again in (None, str(tmp_path / "free" / "checkpoint-3")):
+    for place in (None, str(tmp_path / "free" / "checkpoint-3")):
         with pytest.raises(UsageError, match="Every step"):
-            trainer(tmp_path / "free", bert(), plan, **often).train(again)
+            trainer(tmp_path / "free", bert(), plan, **often).train(place)
 
 
 def test_a_ledger_pays_or_refuses_before_the_first_step(tmp_path: Path) -> None:
@@ -440,6 +445,58 @@ def test_the_masks_of_dropout_are_secret(tmp_path: Path) -> None:
         model = bert(hidden_dropout_prob=0.1)
         trainer(tmp_path / name, model, planned(model, steps=1), callbacks=[Look()]).train()
     assert not torch.equal(*states)
+
+
+@pytest.mark.parametrize("option", ["bf16", "gradient_checkpointing"])
+def test_what_saves_memory_goes_on_working(option: str, tmp_path: Path) -> None:
+    model = bert()
+    before = parameters(model).clone()
+    run = trainer(tmp_path, model, planned(model, steps=2), **{option: True})
+    assert run.train().global_step == 2
+    assert not torch.equal(parameters(model), before)
+
+
+def test_workers_load_and_an_optimizer_is_given(tmp_path: Path) -> None:
+    model = bert()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = trainer(
+        tmp_path, model, planned(model), optimizers=(optimizer, None), dataloader_num_workers=1
+    )
+    assert run.train().global_step == 4
+    foreign = torch.optim.Adam(bert().parameters())
+    with pytest.raises(InputError, match="optimizer"):
+        trainer(tmp_path / "b", model, planned(model), optimizers=(foreign, None)).train()
+
+
+def test_other_plans_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
+    model = bert()
+    often = {"save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path, model, planned(model), callbacks=[StopAfter(2)], **often).train()
+    with pytest.raises(InputError, match="plan"):
+        trainer(tmp_path, model, planned(model, steps=5), **often).train(True)
+    with pytest.raises(InputError, match="plan"):
+        trainer(tmp_path, model, planned(model, steps=5), **often).train()
+    (tmp_path / "checkpoint-2" / "private.pt").unlink()
+    with pytest.raises(InputError, match="PrivateTrainer wrote"):
+        trainer(tmp_path, model, planned(model), **often).train(True)
+
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(InputError, match="map-style"):
+        PrivateTrainer(
+            model, arguments(tmp_path), plan=planned(model), train_dataset=Endless()
+        ).train()
+
+
+def test_one_row_of_each_person(tmp_path: Path) -> None:
+    model = bert()
+    plan = planned(model, examples=8, rate=1.0)
+    run = trainer(tmp_path, model, plan, groups=[i % 8 for i in range(24)])
+    run.train()
+    assert run.result is not None
+    assert run.result.unit == "group"
 
 
 def test_a_draw_may_be_empty(tmp_path: Path) -> None:

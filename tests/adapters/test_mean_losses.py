@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diminuendo import InputError
-from diminuendo.adapters._mean_losses import losses_behind
+from diminuendo.adapters._mean_losses import losses_of_step
 from diminuendo.training.mean_loss import Reductions
 
 ROWS = 5
@@ -52,7 +52,7 @@ def test_means_are_taken_apart(name: str) -> None:
     plain = TAKEN[name](out, y, t)
     with Reductions():
         returned = TAKEN[name](out, y, t)
-    losses = losses_behind(returned)
+    losses = losses_of_step(returned)
     scalar = returned["loss"] if isinstance(returned, dict) else returned
     wanted = plain["loss"] if isinstance(plain, dict) else plain
     assert torch.equal(scalar, wanted)
@@ -69,7 +69,7 @@ def test_an_ignored_label_adds_nothing() -> None:
     out, y, _ = batch()
     with Reductions():
         loss = F.cross_entropy(out, y.where(y > 0, -100))
-    losses = losses_behind(loss)
+    losses = losses_of_step(loss)
     wanted = F.cross_entropy(out, y, reduction="none") * (y > 0)
     assert torch.allclose(losses, wanted)
 
@@ -94,4 +94,4 @@ def test_other_losses_are_refused(name: str) -> None:
     with Reductions():
         returned = step(*batch())
     with pytest.raises(InputError, match=words):
-        losses_behind(returned)
+        losses_of_step(returned)

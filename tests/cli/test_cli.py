@@ -287,3 +287,11 @@ def test_a_rate_for_each_step_from_a_file(
     assert run_json(capsys, "account", "--delta", "1e-8", "--sigmas", str(plan))["epsilon"] <= 4
     assert main([*common, "--sampling-rate", str(tmp_path / "none.json")]) == 2
     assert "sampling_rate" in capsys.readouterr().err
+
+
+def test_plan_by_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = ["plan", "--epsilon", "4", "--delta", "1e-5", "--examples", "100", "--parameters", "9"]
+    rate = ["--gamma", "0.9", "--sampling-rate", "0.5", "--epochs", "2"]
+    assert run_json(capsys, *facts, *rate, "--lr", "cosine")["steps"] == 4
+    assert main([*facts, *rate, "--steps", "4"]) == 2
+    assert "epochs" in capsys.readouterr().err

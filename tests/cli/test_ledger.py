@@ -151,3 +151,50 @@ def test_a_question_is_not_part_of_the_answer(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "reclaimed"
     assert "This assumes" in captured.err
+
+
+def test_a_living_run_is_refused_before_the_question(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(capsys, "create", "b", "--epsilon", "4", "--delta", "1e-8")
+    run = Ledger().open_run("b").id
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: pytest.fail("it asked"))
+    assert "is alive" in ask(capsys, "reclaim", run, code=2)
+    elsewhere = {**process.this_process(), "host": "another"}
+    monkeypatch.setattr(process, "this_process", lambda: elsewhere)
+    run = Ledger().open_run("b").id
+    assert "--yes-it-is-dead" in ask(capsys, "reclaim", run, code=2)
+
+
+def test_near_the_limit_the_odometer_is_left_out(capsys: Capture) -> None:
+    ask(capsys, "create", "b", "--epsilon", "4", "--delta", "1e-8")
+    ask(capsys, "charge", "b", "--sigma", "100")
+    assert 0 < ask(capsys, "show", "b")["epsilon_odometer"] < 4
+    ask(capsys, "charge", "b", "--sigma", "1.45")
+    shown = ask(capsys, "show", "b")
+    assert (shown["epsilon_odometer"], shown["epsilon_certified"]) == (None, 4)
+    assert main(["ledger", "show", "b"]) == 0
+    assert "At this very moment" not in capsys.readouterr().out
+
+
+def test_creation_says_what_the_budget_pays_for(capsys: Capture) -> None:
+    words = ["ledger", "create", "full", "--epsilon", "4", "--delta", "1e-8"]
+    assert main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "mini-batches are refused" in out
+    assert "--composition renyi" in out
+    assert main(["ledger", "create", "mini", *words[3:], "--typical-rate", "0.02"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "It pays for mini-batches, full batches" in out
+    assert ask(capsys, "show", "mini")["composition"] == "renyi"
+    ask(capsys, "charge", "mini", "--sigma", "2", "--sampling-rate", "0.02")
+
+
+def test_one_step_is_one_step(capsys: Capture) -> None:
+    ask(capsys, "create", "b", "--epsilon", "4", "--delta", "1e-8")
+    assert "1 step was asked for, which costs" in ask(
+        capsys, "charge", "b", "--sigma", "0.1", code=3
+    )
+    ask(capsys, "charge", "b", "--sigma", "100")
+    assert main(["ledger", "verify"]) == 0
+    assert "1 step." in capsys.readouterr().out

@@ -361,6 +361,27 @@ def test_tables_and_a_test_set(
     assert main(["report", "out"]) == 0
 
 
+def test_test_columns_are_found_by_name(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another order of columns in the test file must not feed the model other features."""
+    rows = np.random.default_rng(2).standard_normal((50, 4))
+    names = [f"x{i}" for i in range(4)]
+    for name, order in (("train", [0, 1, 2, 3]), ("same", [0, 1, 2, 3]), ("turned", [3, 1, 0, 2])):
+        titles = ",".join([names[i] for i in order] + ["y"])
+        lines = [
+            ",".join([*(repr(float(row[i])) for i in order), str(int(row[0] > 0))]) for row in rows
+        ]
+        Path(f"{name}.csv").write_text("\n".join([titles, *lines]))
+    base = run_file.read_text()
+    losses = []
+    for name in ("same", "turned"):
+        data = f'path = "train.csv"\ntarget = "y"\n[test]\npath = "{name}.csv"\n'
+        text = base.replace('path = "train.npz"\n', data).replace("lr = 0.5", "lr = 0.5\nseed = 3")
+        run_file.write_text(text.replace('folder = "out"', f'folder = "{name}"'))
+        assert main(["train", str(run_file), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["test"]["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_scores_of_private_rows_are_not_covered(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,3 +424,16 @@ def test_bad_tables_and_test_sets(
     assert captured.out == ""
     assert not Path("out/result.json").exists()
     assert not Path("out/checkpoint").exists()
+
+
+@pytest.mark.filterwarnings("default::diminuendo.tuning.ChosenSettings")
+def test_epochs_and_a_learning_rate_that_nobody_gave(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_file.read_text().replace("steps = 12", "epochs = 5")
+    run_file.write_text(text.replace('optimizer = "torch.optim:SGD"\nlr = 0.5\n', ""))
+    assert main(["train", str(run_file), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: lr not given: chosen on synthetic data" in shown.err
+    facts = json.loads(shown.out)
+    assert (facts["status"], facts["steps"]) == ("done", 5)

@@ -124,7 +124,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 60) -> None:
+    def wait(self, script: str, seconds: float = 180) -> None:
         """Until an expression holds in the page."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

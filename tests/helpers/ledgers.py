@@ -86,8 +86,9 @@ def late_commit(ledger: Ledger) -> Iterator[Callable[[], None]]:
             os.kill(pids[0], signal.SIGSTOP)
 
     def go_on() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pids[0], signal.SIGCONT)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     target = ledger._store._engine
     event.listen(target, "commit", stop)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -545,3 +546,32 @@ def test_names_of_the_version_before_go_on_working(
         assert ledger.release(run.id).status == "reclaimed"
     with pytest.warns(DeprecationWarning, match="Verification"):
         assert dim.ledger.Verified is dim.ledger.Verification
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_is_refused_leaves_no_run_open(
+    ledger: Ledger, budget: Budget, some_plan: dim.Plan, planned: bool
+) -> None:
+    """Mini-batches on a budget for full batches, and steps that cost too much."""
+    ledger.create("b", replace(budget, epsilon=budget.epsilon / 100))
+    with pytest.raises(InputError, match="RenyiFilter"):
+        ledger.charge("b", [step(rate=0.5)])
+    assert ledger.runs("b") == []
+    with pytest.raises(BudgetRefused):
+        ledger.charge("b", [step(0.1)])
+    if planned:
+        with pytest.raises(BudgetRefused):
+            LedgerSpending(ledger, "b", some_plan).resume()
+    else:
+        spending = LedgerSpending(ledger, "b")
+        for bad, error in ((step(rate=0.5), InputError), (step(0.1), BudgetRefused)):
+            with pytest.raises(error):
+                spending.request(bad)
+            assert not any(run.status == "open" for run in ledger.runs("b"))
+        spending.request(step(1e4))
+        with pytest.raises(BudgetRefused):
+            spending.request(step(0.1))
+        spending.request(step(1e4))
+        spending.close()
+    assert {run.status for run in ledger.runs("b")} == {"closed"}
+    verify(ledger)

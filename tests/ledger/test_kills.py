@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import json
 import os
 import random
@@ -153,14 +154,16 @@ def test_a_sum_changed_by_hand_after_a_crash(url: str, times: int) -> None:
                 own.grant(run, [step(1e5)])
 
         def change(i: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+            """A statement, what a forger sets by it, and what was right."""
             status, now = ledger.status("b"), ledger.run(run)
-            return [
-                ("UPDATE diminuendo_budgets SET spent = :x", {"x": "0"},
-                 {"x": str(status.spent_units)}),
-                ("UPDATE diminuendo_runs SET granted = :x", {"x": 0}, {"x": now.granted}),
-                ("UPDATE diminuendo_runs SET spent = :x", {"x": "0"}, {"x": str(now.spent_units)}),
-                ("UPDATE diminuendo_head SET seq = :x", {"x": 2}, {"x": ledger.head.seq}),
-            ][i % 4]  # fmt: skip
+            choices: list[tuple[str, Any, Any]] = [
+                ("budgets SET spent", "0", str(status.spent_units)),
+                ("runs SET granted", 0, now.granted),
+                ("runs SET spent", "0", str(now.spent_units)),
+                ("head SET seq", 2, ledger.head.seq),
+            ]
+            words, forged, right = choices[i % 4]
+            return f"UPDATE diminuendo_{words} = :x", {"x": forged}, {"x": right}
 
         for i in range(times):
             child = in_child(spend)
@@ -177,25 +180,28 @@ def test_a_sum_changed_by_hand_after_a_crash(url: str, times: int) -> None:
 
 
 @Times
-def test_late_commits_of_a_run_that_asks_in_blocks(server: Any, times: int) -> None:
+def test_late_commits_of_a_run_that_asks_in_blocks(
+    server: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every answer is lost, and its commit lands later: as many steps are charged as released."""
     url = new_database(server.get_uri())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         plan = dim.plan(BUDGET, examples=30, parameters=15, steps=4 * times)
     released = 0
-    with Ledger(url) as watching, Ledger(url, patience=0.25) as ledger:
+    with Ledger(url) as watching, Ledger(url) as ledger:
         watching.create("b", plan.budget)
         spending = LedgerSpending(ledger, "b", plan, ahead=4, block=4)
         spending.resume()
         for number, sigma in enumerate(plan.sigmas):
             if number % 4 == 0:
-                with late_commit(ledger) as go_on, suppress(LedgerError):
-                    spending.request(step(float(sigma)))
+                with monkeypatch.context() as patch, late_commit(ledger) as go_on:
+                    patch.setattr(ledger._store, "patience", 0.1)
+                    with suppress(LedgerError):
+                        spending.request(step(float(sigma)))
                     go_on()
-            while spending.steps == number:
-                with suppress(LedgerError):
-                    spending.request(step(float(sigma)))
+            if spending.steps == number:
+                spending.request(step(float(sigma)))
             released += 1
             assert watching.run(spending.run).started >= released
         assert watching.run(spending.run).granted == plan.steps == released
@@ -229,8 +235,8 @@ def test_a_ledger_that_lost_what_was_released(url: str, tmp_path: Path, times: i
         for i in range(times):
             folder = tmp_path / str(i)
             folder.mkdir()
-            roll_back(ledger, url, lambda folder=folder: spend(folder))  # type: ignore[misc]
-            status = wait(in_child(lambda folder=folder: spend_with_a_journal(url, folder, log)))
+            roll_back(ledger, url, functools.partial(spend, folder))
+            status = wait(in_child(functools.partial(spend_with_a_journal, url, folder, log)))
             refused += status != 0
             assert not released_twice(log), i
             verify(ledger)

@@ -15,7 +15,7 @@ import pytest
 from ledgers import in_child, step
 from paid_runs import BUDGET, STEPS, plan, train
 
-from diminuendo import BudgetRefused, InputError, Ledger, LedgerError, UsageError
+from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import LedgerSpending, verify
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending
@@ -369,3 +369,29 @@ def test_a_token_answers_one_request(b: Ledger) -> None:
     assert b.head == before
     part = b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most")
     assert b.grant(two.id, [step(50.0, count=10**6)], partial=True, token="most") == part
+
+
+def test_only_its_own_process_says_what_a_run_has_taken(ledger: Ledger, url: str) -> None:
+    """Somebody else's word would give back steps that a living run has released."""
+    ledger.create("b", Budget(epsilon=4, delta=1e-8))
+    run = ledger.open_run("b").id
+    ledger.grant(run, [step(20.0, count=10)])
+    spent = ledger.status("b").spent_units
+
+    def close() -> None:
+        with Ledger(url) as own, pytest.raises(UsageError, match="only that one knows"):
+            own.close_run(run, used=0)
+
+    assert os.waitpid(in_child(close), 0)[1] == 0
+    assert ledger.status("b").spent_units == spent
+    assert ledger.close_run(run, used=9).status == "closed"
+
+
+def test_where_two_must_agree_a_process_alone_gives_back_nothing_started(ledger: Ledger) -> None:
+    ledger.create("b", Budget(epsilon=4, delta=1e-8), two_persons=True)
+    run = ledger.open_run("b").id
+    ledger.grant(run, [step(20.0, count=10)], start=False)
+    ledger.start(run, 6)
+    closed = ledger.close_run(run, used=2, token="t")
+    assert (closed.started, verify(ledger).steps) == (6, 6)
+    assert ledger.close_run(run, used=2, token="t").status == "closed"

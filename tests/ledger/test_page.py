@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 from ledgers import execute, step
 
-from diminuendo import Budget, Ledger
+from diminuendo import Budget, BudgetRefused, Ledger
 from diminuendo.cli import main
 from diminuendo.ledger import page, serve, view
+from diminuendo.ledger.replay import Replay
 
 NAME, LABEL = "<b>patients</b>", "<script>document.title = 'owned'</script>"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -53,6 +54,30 @@ def test_the_facts(book: Ledger) -> None:
     assert budget["epsilon_certified"] == 4
     assert json.loads(json.dumps(facts)) == facts
     assert "'=1+1" in view.runs_csv(facts["budgets"])
+
+
+def test_a_parent_shows_the_runs_of_its_parts(ledger: Ledger) -> None:
+    """And a part's forecast looks at what is left above it."""
+    ledger.create("people", Budget(epsilon=1, delta=1e-8))
+    ledger.create("part", Budget(epsilon=4, delta=1e-8), parent="people")
+    ledger.create("other", Budget(epsilon=4, delta=1e-8), parent="people")
+    for name in ("part", "other", "part"):
+        ledger.charge(name, [step(50.0, count=10)], label="sums")
+    people, part = (view.budget_facts(ledger, ledger.status(name)) for name in ("people", "part"))
+    assert [run["budget"] for run in people["runs"]] == ["part", "other", "part"]
+    assert sum(people["parts"].values()) == pytest.approx(people["spent"])
+    assert people["parts"]["part"] == pytest.approx(2 * people["parts"]["other"])
+    one = people["runs"][0]
+    assert (one["spent"] * 3, one["spent_of"]) == (pytest.approx(people["spent"]), "people")
+    fit = people["forecast"]["runs"]
+    assert part["forecast"] == {"runs": fit, "like": 2}
+    for _ in range(fit):
+        ledger.charge("part", [step(50.0, count=10)])
+    with pytest.raises(BudgetRefused):
+        ledger.charge("part", [step(50.0, count=10)])
+    text = page.html(view.facts(ledger))
+    assert "Spent by its parts: part (" in text
+    assert "Nothing was spent yet" not in text
 
 
 def test_damage_is_on_the_page(book: Ledger) -> None:
@@ -96,8 +121,53 @@ def test_reading_over_http(client: Any) -> None:
     assert client.get("/api/budgets/nobody").status_code == 400
     described = client.get("/openapi.json").json()
     assert described["openapi"].startswith("3.1")
-    for path in ("/api/ledger", "/api/verify", "/api/budgets", "/api/budgets/{name}/runs.csv"):
-        assert path in described["paths"]
+    served = {route.path for route in client.app.routes} - {"/", "/openapi.json"}
+    assert set(described["paths"]) == served
+    assert set(described["paths"]["/api/budgets"]) == {"get", "post"}
+    assert [one["name"] for one in client.get("/api/budgets").json()] == [NAME]
+    lines = client.get("/api/runs.csv").text.splitlines()
+    assert (lines[0].split(",")[0], len(lines)) == ("run", 4)
+
+
+def test_a_server_reads_each_record_once(
+    client: Any, book: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a ledger that was put back behind what it has verified is not consistent."""
+    assert client.get("/api/verify").json()["consistent"] is True
+    fed: list[int] = []
+    feed = Replay.feed
+
+    def counted(self: Replay, row: Any) -> None:
+        fed.append(row["seq"])
+        feed(self, row)
+
+    monkeypatch.setattr(Replay, "feed", counted)
+    book.charge(NAME, [step(1e3)])
+    assert client.get("/api/verify").json()["consistent"] is True
+    assert len(fed) == 3
+    execute(book, "DELETE FROM diminuendo_records WHERE seq > 3")
+    assert client.get("/api/verify").json()["consistent"] is False
+    text = client.get("/").text
+    assert "Not consistent" in text
+    assert "changed the database by hand" in text
+
+
+def test_a_budget_with_everything_over_http(client: Any, book: Ledger) -> None:
+    good = {"Authorization": "Bearer let me in"}
+    terms = {"name": "stats", "epsilon": 4.0, "delta": 1e-6, "composition": "renyi", "order": 8,
+             "window": "year", "two_persons": True}  # fmt: skip
+    assert client.post("/api/budgets", json=terms, headers=good).json()["window"] == "year"
+    laplace = {"mechanism": "laplace", "parameters": {"scale": 50.0}, "count": 2, "label": "mean"}
+    answer = client.post("/api/budgets/stats/charge", json=laplace, headers=good)
+    assert answer.json()["spent"] == book.status("stats").spent > 0
+    history = client.get("/api/budgets/stats/history.csv").text.splitlines()
+    assert history[0] == "budget,at,spent"
+    assert len(history) == 3
+    wrong = [{"mechanism": "magic"}, {"mechanism": "laplace"}, {"count": 3}, {},
+             {**laplace, "noise_multiplier": 3.0}, {**laplace, "parameters": 3}]  # fmt: skip
+    for bad in wrong:
+        assert client.post("/api/budgets/stats/charge", json=bad, headers=good).status_code == 400
+    assert client.post("/api/budgets", json={"name": "x"}, headers=good).status_code == 400
 
 
 def test_writing_needs_the_token(client: Any, book: Ledger, url: str) -> None:

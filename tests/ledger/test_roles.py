@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from diminuendo import Budget, InputError, Ledger, LedgerError
+from diminuendo import Budget, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import (
     LedgerSpending,
     LedgerWarning,
@@ -60,6 +60,7 @@ def with_roles(server: Any) -> dict[str, str]:
         ledger.create("project", BUDGET, parent="team")
         ledger.create("yearly", BUDGET, window="year")
         ledger.create("mini", BUDGET, composition="renyi", order=8)
+        ledger.create("staff", BUDGET, members=["diminuendo_officer", "ada"])
         ledger.create("two", BUDGET, data="sha256:" + "ab" * 32, two_persons=True)
         ledger.charge("b", [step(20.0)])
         for _ in range(2):
@@ -335,6 +336,20 @@ def test_tables_of_the_same_name_fool_nobody(attacked: dict[str, str]) -> None:
         attack(attacked["spender"], fake)
 
 
+def test_a_quota_is_for_its_members(
+    attacked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role can be a member; who is not in it is refused by the program and by the database."""
+    with Ledger(attacked["officer"]) as officer:
+        officer.open_run("staff")
+    with Ledger(attacked["spender"]) as spender:
+        with pytest.raises(UsageError, match="none of those"):
+            spender.open_run("staff")
+        monkeypatch.setattr(rows, "membership", lambda *_: {"member": "ada"})
+        with pytest.raises(PermissionRefused, match="no member"):
+            spender.open_run("staff")
+
+
 @pytest.mark.parametrize("days", [-400, 400])
 def test_a_window_of_another_time(attacked: dict[str, str], days: int) -> None:
     forger = Forger(attacked["spender"], "yearly")
@@ -433,6 +448,31 @@ def test_each_role_does_its_work(urls: dict[str, str], monkeypatch: pytest.Monke
         assert verify(reader).steps == 6
     with Ledger(urls["reader"]) as reader, pytest.raises(LedgerError):
         reader.open_run("b")
+
+
+def test_an_honest_spender_on_every_budget(urls: dict[str, str], some_plan: Any) -> None:
+    """What the rules let through: parts, windows, mini-batches, other mechanisms, tiny prices."""
+    with Ledger(urls["owner"]) as owner:
+        owner.create("statistics", BUDGET, composition="renyi", order=16, parent="mini")
+        owner.create("swapped", Budget(epsilon=4, delta=1e-8, relation="replace-one"),
+                     composition="renyi", order=8, window="day")  # fmt: skip
+    others: list[Any] = [
+        mechanisms.Laplace(scale=40.0), mechanisms.PureEpsilon(epsilon=0.01, count=3),
+        mechanisms.DiscreteGaussian(noise_multiplier=60.0), mechanisms.ZeroConcentrated(rho=1e-4),
+        mechanisms.RenyiCurve(curve={2: 1e-4, 64: 1e-3}), mechanisms.Laplace(scale=1e200),
+        mechanisms.PureEpsilon(epsilon=1e-200), step(1e200),
+        mechanisms.DiscreteGaussian(noise_multiplier=1e200),
+    ]  # fmt: skip
+    with Ledger(urls["spender"]) as spender:
+        for name in ("b", "project", "yearly"):
+            spender.charge(name, [step(50.0, count=3), step(1e200), mechanisms.Laplace(scale=99.0)])
+        for name in ("mini", "statistics", "swapped"):
+            steps = [step(5.0, rate=0.01, count=7), step(40.0), step(2.0, rate=1e-6)]
+            spender.charge(name, [*steps, *others])
+        with LedgerSpending(spender, "project", some_plan, ahead=10) as spending:
+            for sigma in some_plan.sigmas[:10]:
+                spending.request(step(float(sigma)))
+        assert verify(spender).runs == 8
 
 
 def test_a_run_that_cannot_give_back_stays_open(urls: dict[str, str], some_plan: Any) -> None:

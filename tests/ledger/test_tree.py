@@ -11,7 +11,7 @@ import pytest
 from ledgers import in_child, step
 
 import diminuendo as dim
-from diminuendo import Budget, BudgetRefused, InputError, Ledger
+from diminuendo import Budget, BudgetRefused, InputError, Ledger, LedgerError, UsageError
 from diminuendo.ledger import export, import_file, verify
 from diminuendo.ledger.records import Record, start_of
 
@@ -190,3 +190,25 @@ def test_many_processes_and_one_parent(tree: Ledger, url: str) -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
     assert 0.95 < tree.status("people").spent <= 1
     verify(tree)
+
+
+def test_a_quota_for_a_team_or_a_user(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its members open runs on it; all of it counts for the people."""
+    monkeypatch.setattr("diminuendo.ledger.store.user_name", lambda: "ada")
+    me = "postgres" if ledger.url.get_backend_name() != "sqlite" else "ada"
+    ledger.create("people", Budget(epsilon=4, delta=1e-6), members=["nobody"])
+    ledger.create("mine", Budget(epsilon=1, delta=1e-6), parent="people", members=[me, "bob"])
+    run = ledger.charge("mine", [step(20.0)])
+    assert run.opened["member"] == me
+    with pytest.raises(UsageError, match=r"none of those who may .* \(nobody\)"):
+        ledger.charge("people", [step(20.0)])
+    assert ledger.status("people").spent_units > 0
+    assert ledger.runs("people") == []
+    for wrong in ("ada", [""], [3]):
+        with pytest.raises(InputError, match="member"):
+            ledger.create("x", Budget(epsilon=1, delta=1e-6), members=wrong)  # type: ignore[arg-type]
+    verify(ledger)
+    monkeypatch.setattr("diminuendo.ledger.rows.membership", lambda *_: {})
+    ledger.open_run("people")
+    with pytest.raises(LedgerError, match="no member"):
+        verify(ledger)

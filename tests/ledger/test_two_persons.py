@@ -11,7 +11,7 @@ import pytest
 from ledgers import execute, new_database, step
 from sqlalchemy.engine import make_url
 
-from diminuendo import Budget, InputError, Ledger
+from diminuendo import Budget, InputError, Ledger, LedgerError
 from diminuendo.cli import main
 from diminuendo.ledger import Proposed, export, import_file, roles, verify
 from diminuendo.ledger.records import Record, start_of
@@ -80,6 +80,97 @@ def test_a_second_budget_for_the_same_data(book: Ledger, monkeypatch: pytest.Mon
     as_user(monkeypatch, "ada")
     book.create("more", BUDGET, data=DATA, allow_second=True)
     verify(book)
+
+
+def test_a_part_of_it_raises_what_somebody_can_spend(
+    book: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_user(monkeypatch, "ada")
+    for _ in range(2):
+        with pytest.raises(Proposed):
+            book.create("team", BUDGET, parent="b")
+    as_user(monkeypatch, "bob")
+    assert book.create("team", BUDGET, parent="b").spent == 0
+    book.charge("team", [step(20.0)])
+    verify(book)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """Another ledger's export, which has spent on "b" and on a budget that is new here."""
+    with Ledger(tmp_path / "other.sqlite") as other:
+        other.create("b", BUDGET, data=DATA, two_persons=True)
+        other.create("free", BUDGET)
+        for name in ("b", "free"):
+            other.charge(name, [step(20.0)])
+        export(other, tmp_path / "other.jsonl")
+    return tmp_path / "other.jsonl"
+
+
+def test_an_import_needs_two(
+    book: Ledger, exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of it waits for the second person, and it happens once."""
+    before = book.status("b").spent_units
+    as_user(monkeypatch, "ada")
+    for _ in range(2):
+        with pytest.raises(Proposed, match="proposed by ada"):
+            import_file(book, exported)
+    assert [status.terms.name for status in book.budgets()] == ["b"]
+    as_user(monkeypatch, "bob")
+    with pytest.raises(Proposed, match="proposed by bob"):
+        import_file(book, exported, overspend=True)
+    as_user(monkeypatch, "ada")
+    assert [one.budget for one in import_file(book, exported, overspend=True)] == ["b", "free"]
+    assert book.status("b").spent_units > before
+    assert verify(book, state=tmp_path / "state").budgets == 2
+    for user in ("ada", "bob"):  # the same again charges nothing, and needs two again
+        as_user(monkeypatch, user)
+        if user == "ada":
+            with pytest.raises(Proposed):
+                import_file(book, exported)
+        else:
+            assert [one.spent for one in import_file(book, exported)] == [0, 0]
+    verify(book)
+    assert verify(book, state=tmp_path / "state").budgets == 2
+
+
+def test_an_import_that_makes_a_second_budget(
+    book: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two new budgets of one file, both guarded by the same one here, and a tree of its own."""
+    with Ledger(tmp_path / "other.sqlite") as other:
+        other.create("more", BUDGET, data=DATA, two_persons=True)
+        as_user(monkeypatch, "ada")
+        with pytest.raises(Proposed):
+            other.create("part", BUDGET, data=DATA, parent="more", allow_second=True)
+        as_user(monkeypatch, "bob")
+        other.create("part", BUDGET, data=DATA, parent="more", allow_second=True)
+        other.charge("part", [step(20.0)])
+        export(other, tmp_path / "out.jsonl")
+    with pytest.raises(InputError, match="first budget"):
+        import_file(book, tmp_path / "out.jsonl")
+    as_user(monkeypatch, "ada")
+    with pytest.raises(Proposed):
+        import_file(book, tmp_path / "out.jsonl", allow_second=True)
+    as_user(monkeypatch, "bob")
+    made = import_file(book, tmp_path / "out.jsonl", allow_second=True)
+    assert [(one.budget, one.created) for one in made] == [("more", True), ("part", True)]
+    assert book.status("more").spent_units == book.status("part").spent_units > 0
+    verify(book)
+    export(book, tmp_path / "again.jsonl")
+    with Ledger(tmp_path / "third.sqlite") as third:
+        assert len(import_file(third, tmp_path / "again.jsonl")) == 3
+        verify(third)
+
+
+def test_an_import_by_one_person_is_found(
+    book: Ledger, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diminuendo.ledger.approval.proposal", lambda *_: None)
+    import_file(book, exported)
+    with pytest.raises(LedgerError, match="two people"):
+        verify(book)
 
 
 def test_a_chain_in_which_one_person_acted_alone(

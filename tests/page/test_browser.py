@@ -106,9 +106,11 @@ def test_wrong_values_are_said_and_mended(page: Browser, address: str) -> None:
     assert "steps takes a whole number from 1 to 20,000" in text(page, "error")
     assert page.run("document.getElementById('steps').getAttribute('aria-invalid')") == "true"
     assert text(page, "t-steps") == "100"
+    assert page.run("document.body.classList.contains('wrong')") is True
     put(page, "steps", "30")
     settled(page, "document.getElementById('t-steps').textContent === '30'")
     assert page.run("document.getElementById('error').hidden")
+    assert page.run("document.body.classList.contains('wrong')") is False
     page.run("document.querySelector('input[name=lr][value=joint]').click()")
     put(page, "momentum", "0.9")
     page.wait("!document.getElementById('error').hidden")
@@ -161,3 +163,18 @@ def test_a_snapshot_from_a_file(page: Browser, tmp_path: Path) -> None:
     assert page.run("document.getElementById('epsilon').matches(':disabled')") is True
     assert json.loads(text(page, "file"))["steps"] == 20
     assert "A snapshot" in text(page, "about")
+
+
+def test_a_long_drag_ends_at_its_last_value(page: Browser, address: str) -> None:
+    """Many changes in a row, over settings that take long: only the newest counts in the end."""
+    page.open(f"{address}#steps=40&sampling_rate=0.05&delta=1e-5")
+    settled(page, "true")
+    page.run(
+        "(() => { const s = document.querySelector('[data-name=epsilon] input[type=range]');"
+        "let at = 40; const go = () => { s.value = at; s.dispatchEvent(new Event('input'));"
+        "if ((at += 4) <= 160) setTimeout(go, 15); else window.dragged = true; }; go(); })()"
+    )
+    page.wait("window.dragged")
+    last = page.run("document.getElementById('epsilon').value")
+    settled(page, f"document.getElementById('t-delta').textContent.startsWith('of {last} ')")
+    assert float(text(page, "t-epsilon").removeprefix("ε = ")) <= float(last)

@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -18,6 +20,7 @@ import pytest
 
 from diminuendo import Plan
 from diminuendo.cli import main
+from diminuendo.cli import page as page_command
 from diminuendo.errors import UsageError
 from diminuendo.page import Settings, document, live, snapshot
 from diminuendo.page.worker import GivenUp, Worker
@@ -260,3 +263,39 @@ def test_the_page_itself_answers_while_a_plan_is_made(address: str, asking: list
     for _ in range(5):
         with urllib.request.urlopen(address, timeout=60) as reply:
             assert reply.status == 200
+
+
+def test_nothing_is_left_behind_by_a_server_that_is_killed() -> None:
+    """The process that computes ends with the one that it computes for."""
+    psutil = pytest.importorskip("psutil")
+    words = [sys.executable, "-m", "diminuendo", "page", "--no-open", "--port", "0", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = json.loads(server.stdout.readline())["address"]
+        assert ask(address, "plan", {"steps": 3})[0] == 200
+        children = psutil.Process(server.pid).children(recursive=True)
+        assert children
+        server.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_a_missing_extra_is_said_before_anything_opens(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["page", "--port", "0"]) == 2
+    captured = capsys.readouterr()
+    assert "pip install 'diminuendo[serve]'" in captured.err
+    assert (captured.out, opened) == ("", [])
+
+
+def test_no_browser_without_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert page_command._has_screen() is False
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert page_command._has_screen() is True

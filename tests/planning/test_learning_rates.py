@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import diminuendo as dim
 from diminuendo import influence, schedules
@@ -238,8 +240,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kappa": 20, "lr": [1, 1], "step_size": 0.5}, "step_size"),
     ({"influence": [1, 2], "lr": [1, 1]}, "influence curve"),
     ({"influence": [1, 2], "lr": "joint"}, "influence curve"),
-    ({"kappa": 20, "momentum": 0.9, "lr": "joint", "steps": 5}, "momentum"),
+    ({"kappa": 20, "momentum": 0.9, "lr": "joint", "steps": 5}, "Leave momentum out; or plan"),
     ({"kappa": 20, "lr": "joint", "steps": 5, "max_lr": 3}, "max_lr"),
+    ({"kappa": 20, "lr": "cosin", "steps": 5}, "one of constant, linear, cosine, joint"),
     ({"kappa": 20, "lr": "joint", "sampling_rate": [0.1, 0.2]}, "sampling_rate"),
     ({"kappa": 20, "lr": "joint", "steps": 5, "sampling_rate": 0.1, "gradient_norm": 2}, "norm"),
 ]
@@ -297,4 +300,35 @@ def test_no_exponents_in_the_words() -> None:
     """Percentages above 99 were once written as 1.2e+02%."""
     for share, words in ((1.234, "123%"), (12.5, "1,250%"), (0.0774, "7.7%"), (5.2e-4, "0.052%")):
         assert text.percent(share) == words
-    assert text.percent(1e-9) == "0.0%"
+    assert text.percent(1e-9) == "less than 0.001%"
+    assert text.percent(0.0) == "0%"
+
+
+@settings(max_examples=30)
+@given(
+    beta=st.floats(0.05, 0.95),
+    curvature=st.floats(0.02, 1.0),
+    rates=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=40),
+)
+def test_momentum_leaves_no_less_noise_than_plain_steps(
+    beta: float, curvature: float, rates: list[float]
+) -> None:
+    """Why lr="joint" plans plain steps: planned noise leaves (Σ√q)²/R, and with constant noise v in
+    all steps any average ends at −v/λ, so that Σ√q ≥ |1 − residual|/√(2λ), which plain steps reach.
+    """
+    at = np.array([curvature])
+    plain = dim.influence.response(at, np.array(rates))
+    averaged = dim.influence.response(at, np.array(rates), momentum=beta)
+    reached = float(np.sqrt(plain.influence).sum()) / (1 - float(plain.residual[0]))
+    least = reached * abs(1 - float(averaged.residual[0]))
+    assert float(np.sqrt(averaged.influence).sum()) >= least * (1 - 1e-9)
+
+
+def test_the_rates_of_a_joint_plan_may_be_given_with_momentum() -> None:
+    facts: dict[str, Any] = {"examples": 1000, "parameters": 610, "kappa": 20.0, "steps": 12}
+    joint = dim.plan(BUDGET, **facts, lr="joint")
+    both = dim.plan(BUDGET, **facts, lr=joint.lr, momentum=0.5)
+    assert both.lr is not None
+    assert joint.lr is not None
+    assert both.lr.tolist() == pytest.approx(joint.lr.tolist())
+    assert both.momentum == 0.5

@@ -18,6 +18,7 @@ from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.report import run as run_report
 from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients
+from diminuendo.training.clipping import sums
 from diminuendo.training.mechanism import ExactNoise, NoiseName, NoiseSource, NoisySum
 from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.mechanism.keys import Keys
@@ -117,14 +118,27 @@ def test_reports_say_what_fast_noise_leaves_open() -> None:
 
 
 @pytest.mark.parametrize(("micro_batch", "calls"), [(None, 2), (7, 6)])
-def test_what_rounding_may_cost_is_added_to_delta(micro_batch: int | None, calls: int) -> None:
+def test_what_rounding_may_cost_is_added_to_delta(
+    micro_batch: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a public number: as many micro-batches as the whole dataset makes."""
+    monkeypatch.setattr(sums, "_NARROW", 1)  # every product is checked by random vectors
     plan = LINEAR.plan(steps=3, sampling_rate=0.5)
     result = run(LINEAR.model(), plan, micro_batch=micro_batch)
     assert result.delta_added == 2 * 2.0**-50 * 3 * calls
     claim = run_report.claim(run_report.facts(plan, asdict(result)))
     assert f"1e-05 + {rounded_up(result.delta_added)})" in claim
     assert run(LINEAR.model(), plan, noise="fast").delta_added == 0
+
+
+def test_sums_that_cannot_fail_add_nothing_to_delta(tmp_path: Path) -> None:
+    """No product of this model needs random vectors; who goes on from a folder cannot know."""
+    plan = LINEAR.plan(steps=3)
+    result = run(LINEAR.model(), plan, folder=tmp_path, every=1)
+    assert result.delta_added == 0
+    claim = run_report.claim(run_report.facts(plan, asdict(result)))
+    assert " + " not in claim
+    assert run(LINEAR.model(), plan, folder=tmp_path, every=1).delta_added > 0
 
 
 @pytest.mark.parametrize(("noise", "factor"), [("exact", COUNTED), ("fast", 1.0)])

@@ -275,3 +275,14 @@ def test_a_policy_s_epochs_end_with_its_budget() -> None:
             private.backward(LOSS(private.model(x), y))
             optimizer.step()
     assert epochs == private.step == private.spending.steps > 20
+
+
+def test_small_parts_before_a_pause_count_after_it(tmp_path: Path) -> None:
+    """What rounding may add to δ grows with the number of parts, and earlier steps had more."""
+    plan = LINEAR.plan()
+    first, optimizer = made(plan, journal=tmp_path / "journal.json", micro_batch=7)
+    train(first, 3, optimizer)
+    state = everything(first, optimizer)
+    first.close()
+    second, _ = gone_on(plan, state, journal=tmp_path / "journal.json", micro_batch=30)
+    assert second.delta_added == first.delta_added

@@ -169,9 +169,9 @@ def test_a_candidate_s_plan_holds_what_it_was_trained_with() -> None:
         )
         replica = candidate.replica(BUDGET, seed=3)
         plan = make_plan(candidate, BUDGET, 120, 21)
-        np.testing.assert_allclose(plan.sigmas, replica.sigmas, rtol=1e-9)
+        assert plan.sigmas.tolist() == pytest.approx(np.asarray(replica.sigmas).tolist())
         assert plan.lr is not None
-        np.testing.assert_allclose(0.5 * plan.lr, replica.lr)
+        assert (0.5 * plan.lr).tolist() == pytest.approx(np.asarray(replica.lr).tolist())
         assert plan.lr[0] == 1
         assert plan.lr[-1] == pytest.approx(0.1)
         assert (plan.clip, plan.momentum, plan.sampling_rate) == (1.5, 0.5, rate)
@@ -372,3 +372,17 @@ def test_runs_are_paired_and_held_out_sets_are_others() -> None:
         errors.append(1 - accuracy)
     assert mean == pytest.approx(np.mean(errors))
     assert judge.runs(candidate, 3).tolist() == pytest.approx(errors)
+
+
+def test_a_choice_clips_to_its_plan_s_norm(tuned: TuningResult) -> None:
+    """Whatever its other settings say."""
+    told = json.loads(tuned.best.to_json())
+    told["candidate"]["clip"] *= 100
+    assert Choice.from_json(json.dumps(told)).clip.sensitivity == tuned.best.plan.clip
+
+
+def test_the_number_of_threads_is_left_as_it_was() -> None:
+    torch.set_num_threads(2)
+    tune(rounds=0, repeats=1)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)

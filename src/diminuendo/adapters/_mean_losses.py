@@ -11,7 +11,7 @@ from diminuendo.errors import InputError
 from diminuendo.training.mean_loss import kept_losses
 
 
-def losses_behind(returned: Any) -> Tensor:
+def losses_of_step(returned: Any) -> Tensor:
     """One loss for each example: what was returned, or what is behind its mean.
 
     `returned` is a tensor, or a dict with one under "loss", that was computed within
@@ -23,8 +23,9 @@ def losses_behind(returned: Any) -> Tensor:
         if loss.dim() == 1:
             return loss.as_subclass(Tensor)
         reduced, reason = kept_losses(loss)
-        if reduced is not None and reduced.kind == "mean":
-            return reduced.losses
+        mean = None if reduced is None else reduced.as_kind("mean")
+        if mean is not None:
+            return mean.losses
         if reduced is not None:
             reason = "It is a sum over the batch."
     known = (

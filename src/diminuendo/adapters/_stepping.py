@@ -8,7 +8,7 @@ losses themselves.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
+from diminuendo.planning import Plan
 from diminuendo.training import PrivateGradients, Result
 from diminuendo.training.result import Spent, Status, result_of
 
@@ -47,6 +48,32 @@ class MapStyle:
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
+
+
+class Steps:
+    """The plan's steps as what a framework takes for a loader: an epoch at a time.
+
+    An epoch is as many steps as draw every example once on average. `batch` gives the first part
+    of the next step's sample, or None where there is no next step; then `ended` is called.
+    """
+
+    batch_sampler = None
+
+    def __init__(self, plan: Plan, batch: Callable[[], Any], ended: Callable[[], None]) -> None:
+        self._batch, self._ended = batch, ended
+        self.dataset = range(plan.examples)
+        self._length = max(1, min(plan.steps, round(1 / float(plan.rates.mean()))))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._length):
+            batch = self._batch()
+            if batch is None:
+                self._ended()
+                return
+            yield batch
 
 
 def rows_in(batch: Any) -> int:

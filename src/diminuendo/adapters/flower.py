@@ -21,6 +21,7 @@ failed. Not covered: metrics that clients report. They are dropped unless asked 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -35,13 +36,13 @@ from diminuendo.spending import PlanSpending, Spending
 
 _NEEDED = {"extra": "flower", "purpose": "The Flower adapter"}
 with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
-    import numpy as np
     import torch
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import FedAvg, Strategy
     from torch import Tensor
 
+    from diminuendo.adapters._flower_parts import DrawnNodes, GlobalModel
     from diminuendo.adapters._stepping import how_it_ended
     from diminuendo.training import Flat, Journal, Result
     from diminuendo.training.clipping.rounding import row_norm
@@ -52,6 +53,7 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("flwr", **_NEEDED):
     from diminuendo.training.mechanism.noise import NoiseName
     from diminuendo.training.progress import EpsilonSoFar
 
+logger = logging.getLogger("flwr")
 _DIGITS = 30
 """Binary digits that are kept of an update, relative to the clip norm."""
 _EXACT = 2**53
@@ -76,7 +78,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
     """
 
     noise: NoiseName = "exact"
-    delta_added = 0.0
+    delta_missed = 0.0
     unit = "client"
 
     def __init__(
@@ -192,7 +194,7 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         )
         drawn = {nodes[place] for place in places.tolist()}
         messages = list(
-            self.strategy.configure_train(server_round, arrays, config, _Drawn(grid, drawn))
+            self.strategy.configure_train(server_round, arrays, config, DrawnNodes(grid, drawn))
         )
         asked = [message.metadata.dst_node_id for message in messages]
         if len(asked) != len(set(asked)) or not set(asked) == drawn:
@@ -212,19 +214,19 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         number, arrays, drawn = self._round
         if number != server_round:
             raise UsageError(f"Round {server_round} was aggregated and {number} was drawn.")
-        model = _Model(arrays)
+        model = GlobalModel(arrays)
         total = torch.zeros(model.size, dtype=torch.float64)
-        waiting = set(drawn)
+        waiting, failed = set(drawn), 0
         for reply in replies:
             node = reply.metadata.src_node_id
             if node in waiting and not reply.has_error():
                 waiting.discard(node)
-                try:
-                    update = model.update(reply.content)
-                except Exception:  # whatever a client sent: it counts as zero
-                    continue
-                if update is not None:
-                    total += self.clipped(update)
+                update = self._update(model, reply)
+                total += update
+                failed += not bool(update.any())
+        if failed or waiting:
+            words = "%s of %s clients did not answer, and %s added nothing"
+            logger.warning(words, len(waiting), len(drawn), failed)
         released = self._release(total)
         average = RecordDict(
             {
@@ -234,7 +236,19 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
         )
         reply = Message(content=average, dst_node_id=0, message_type="train")
         aggregated, _ = self.strategy.aggregate_train(server_round, [reply])
+        if aggregated is not None:
+            aggregated = model.in_its_types(aggregated)
         return aggregated, MetricRecord(self._public())
+
+    def _update(self, model: GlobalModel, reply: Message) -> Tensor:
+        """What a client adds to the sum: zero for whatever else it sent."""
+        try:
+            update = model.update(reply.content)
+        except Exception:
+            update = None
+        if update is None:
+            return torch.zeros(model.size, dtype=torch.float64)
+        return self.clipped(update)
 
     def clipped(self, update: Tensor) -> Tensor:
         """An update of norm at most the clip norm, on a grid whose sums are exact in float64."""
@@ -313,59 +327,3 @@ class PrivateStrategy(Strategy):  # type: ignore[misc]
     def summary(self) -> None:
         """Log the plan, and the wrapped strategy's own summary."""
         self._evaluating.summary()
-
-
-class _Drawn:
-    """A grid on which only the clients that were drawn are connected."""
-
-    def __init__(self, grid: Grid, nodes: set[int]) -> None:
-        self._grid, self._nodes = grid, nodes
-
-    def get_node_ids(self) -> list[int]:
-        """The nodes that were drawn."""
-        return sorted(self._nodes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-
-class _Model:
-    """The global model as one vector of its floating-point arrays; others stay as they are."""
-
-    def __init__(self, arrays: ArrayRecord) -> None:
-        self._arrays = {name: array.numpy() for name, array in arrays.items()}
-        self._trained = {
-            name: part
-            for name, part in self._arrays.items()
-            if np.issubdtype(part.dtype, np.floating)
-        }
-        self.size = sum(part.size for part in self._trained.values())
-        if not self.size:
-            raise InputError("at least one", name="the arrays of floating-point numbers", value=0)
-
-    def update(self, content: RecordDict) -> Tensor | None:
-        """What a reply adds to the model, flat and in float64; None where it is no such model."""
-        records = list(content.array_records.values())
-        if len(records) != 1:
-            return None
-        parts = []
-        for name, here in self._trained.items():
-            there = records[0][name].numpy() if name in records[0] else None
-            if there is None or there.shape != here.shape:
-                return None
-            if not np.issubdtype(there.dtype, np.floating):
-                return None
-            parts.append((there.astype(np.float64) - here.astype(np.float64)).ravel())
-        return torch.from_numpy(np.concatenate(parts))
-
-    def moved_by(self, update: Tensor) -> ArrayRecord:
-        """The model plus an update, in the arrays' own types."""
-        flat, place = update.numpy(), 0
-        moved = {}
-        for name, part in self._arrays.items():
-            if name in self._trained:
-                change = flat[place : place + part.size].reshape(part.shape)
-                place += part.size
-                part = (part.astype(np.float64) + change).astype(part.dtype)
-            moved[name] = Array(np.asarray(part))
-        return ArrayRecord(moved)

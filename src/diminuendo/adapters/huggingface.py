@@ -16,7 +16,6 @@ rows, too: they are neither logged nor written.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +37,12 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("transformers", **_NEEDE
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
+        Steps,
         how_it_ended,
         rows_in,
         set_secret_randomness,
     )
+    from diminuendo.adapters._trainer_options import BY_METRICS, checked
     from diminuendo.training import Journal, PrivateGradients, Result, follow_plan
     from diminuendo.training.checkpoint import write_tensors
     from diminuendo.training.guard import check_scheduler, check_seed, check_unit
@@ -54,23 +55,6 @@ STATE = "private.pt"
 """The private part of a checkpoint, in its folder."""
 
 _TRIED_ALONE = 256
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("fp16", False, "Its loss scale is not the plan's: use bf16, or neither."),
-    ("deepspeed", None, "Train on one device, or with PrivateGradients in a loop of your own."),
-    ("auto_find_batch_size", False, "It would take a step again after an error."),
-    ("train_sampling_strategy", "random", "The plan's own sampler draws the examples."),
-    ("dataloader_drop_last", False, "Every example that is drawn takes part."),
-    ("include_num_input_tokens_seen", "no", "Numbers of private tokens are paid by nobody."),
-    ("skip_memory_metrics", True, "They depend on the private examples that were drawn."),
-    ("use_liger_kernel", False, "The engine cannot see an example's gradient in its kernels."),
-    ("torch_compile", False, "Not together with Trainer yet."),
-    ("neftune_noise_alpha", None, "Not supported."),
-    ("debug", [], "It prints values that are computed from private rows."),
-)
-_BY_METRICS = (
-    "It chooses the model by metrics that nobody pays for, unless they are computed on public "
-    "rows: say so with eval_data_is_public=True, or leave it out."
-)
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]
@@ -115,7 +99,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         if not isinstance(plan, Plan):
             raise InputError("a Plan", name="plan", value=plan)
         check_seed(seed, spending)
-        args = _checked(args or TrainingArguments("tmp_trainer"), plan, eval_data_is_public)
+        args = checked(args or TrainingArguments("tmp_trainer"), plan, eval_data_is_public)
         if trainer.get("compute_loss_func") is not None:
             raise InputError(
                 "left out",
@@ -186,9 +170,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """The plan's steps, each with the first micro-batch of its sample."""
-        if self.train_dataset is None:
-            raise InputError("given", name="train_dataset", value=None)
-        return _Steps(self, len(self.train_dataset))
+        if not hasattr(self.train_dataset, "__len__") or not hasattr(
+            self.train_dataset, "__getitem__"
+        ):
+            raise InputError(
+                "a map-style dataset, with a length",
+                name="train_dataset",
+                value=type(self.train_dataset).__name__,
+                remedy="An iterable dataset cannot be Poisson-sampled.",
+            )
+        return Steps(self.plan, lambda: next(self._batches, None), self._stop)
+
+    def _stop(self) -> None:
+        self.control.should_training_stop = True
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, dataloader, resume)
@@ -422,7 +416,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, tuple(stopping)):
                 name = type(callback).__name__
-                raise InputError("left out", name="a callback", value=name, remedy=_BY_METRICS)
+                raise InputError("left out", name="a callback", value=name, remedy=BY_METRICS)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refused: every trial is a run, and its score is computed from private rows."""
@@ -430,29 +424,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             "A search over private runs pays for each of them, and for its scores. Choose on "
             "public or synthetic data (dim.tune), or pay for the choice (diminuendo.tuning)."
         )
-
-
-class _Steps:
-    """The plan's steps as what Trainer takes for a DataLoader: an epoch at a time."""
-
-    batch_sampler = None
-
-    def __init__(self, trainer: PrivateTrainer, examples: int) -> None:
-        self._trainer = trainer
-        self.dataset = range(examples)
-        rates = trainer.plan.rates
-        self._length = max(1, min(trainer.plan.steps, round(1 / float(rates.mean()))))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._length):
-            batch = next(self._trainer._batches, None)
-            if batch is None:
-                self._trainer.control.should_training_stop = True
-                return
-            yield batch
 
 
 class _AsDict:
@@ -463,49 +434,3 @@ class _AsDict:
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         return dict(self._collate(examples))
-
-
-def _checked(args: TrainingArguments, plan: Plan, public: bool) -> TrainingArguments:
-    """A copy of the arguments in which the plan's values stand; raises on what breaks the claim."""
-    for name, wanted, remedy in _REFUSED:
-        value = getattr(args, name, wanted)
-        if value != wanted and not (wanted in (None, []) and not value):
-            raise InputError(f"{wanted!r}", name=name, value=value, remedy=remedy)
-    if args.world_size > 1 or args.n_gpu > 1 or args.fsdp:
-        raise InputError(
-            "one",
-            name="the number of devices",
-            value=max(args.world_size, args.n_gpu),
-            remedy="DataParallel, DDP and FSDP reduce plain gradients. Show one device "
-            "(CUDA_VISIBLE_DEVICES=0), or write the loop with PrivateGradients, which knows ranks.",
-        )
-    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
-        raise InputError(
-            "one that steps after the whole gradient",
-            name="optim",
-            value=str(args.optim),
-            remedy="It would use gradients before they are private.",
-        )
-    best = args.load_best_model_at_end or args.save_strategy == "best"
-    plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-    if (best or plateau) and not public:
-        name = "load_best_model_at_end" if best else "lr_scheduler_type"
-        raise InputError("left out", name=name, value=getattr(args, name), remedy=_BY_METRICS)
-    if args.max_steps not in (-1, plan.steps):
-        raise InputError(
-            f"the plan's ({plan.steps}), or left out", name="max_steps", value=args.max_steps
-        )
-    drawn = float(plan.rates.max()) * plan.examples
-    parts = args.gradient_accumulation_steps
-    if parts > 1 and round(drawn) != parts * args.per_device_train_batch_size:
-        raise InputError(
-            f"1, or such that the expected batch ({drawn:g}) is it times "
-            f"per_device_train_batch_size ({args.per_device_train_batch_size})",
-            name="gradient_accumulation_steps",
-            value=parts,
-            remedy="A sample comes in as many micro-batches as it needs.",
-        )
-    args = copy.copy(args)
-    args.max_steps, args.gradient_accumulation_steps = plan.steps, 1
-    args.max_grad_norm, args.ignore_data_skip = 0.0, True
-    return args

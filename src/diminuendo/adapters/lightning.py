@@ -37,17 +37,18 @@ _NEEDED = {"extra": "lightning", "purpose": "PrivateStrategy"}
 with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
     import torch
     from lightning.pytorch import Trainer
-    from lightning.pytorch import callbacks as lightning_callbacks
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import Tensor
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
     from torch.utils.data import default_collate as plain_collate
 
-    from diminuendo.adapters._mean_losses import losses_behind
+    from diminuendo.adapters._lightning_options import check_trainer
+    from diminuendo.adapters._mean_losses import losses_of_step
     from diminuendo.adapters._stepping import (
         LossesOf,
         MapStyle,
+        Steps,
         how_it_ended,
         rows_in,
         set_secret_randomness,
@@ -62,9 +63,6 @@ with _extras.needed("torch", **_NEEDED), _extras.needed("lightning", **_NEEDED):
 
 STATE = "diminuendo"
 """The private part of a checkpoint, under this key."""
-
-_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
-_SEARCHES = ("LearningRateFinder", "BatchSizeFinder", "GradientAccumulationScheduler")
 
 
 class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -124,49 +122,10 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Refuse what would break the claim, then set up as any strategy does."""
         self._trainer = trainer
         if trainer.state.fn == "fit":
-            self._check_trainer(trainer)
+            check_trainer(trainer, self.lightning_module, public=self._public)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._check_optimizers()
-
-    def _check_trainer(self, trainer: Any) -> None:
-        module = self.lightning_module
-        for name, value, wanted, remedy in (
-            ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
-             "A sample comes in micro-batches of the DataLoader's batch_size, summed privately."),
-            ("gradient_clip_val", trainer.gradient_clip_val or None, None,
-             "The plan's clip norm bounds each example's gradient."),
-            ("overfit_batches", trainer.overfit_batches, 0, "The plan's own sampler draws."),
-            ("automatic_optimization", module.automatic_optimization, True,
-             "For a loop of your own use PrivateGradients."),
-            ("detect_anomaly", getattr(trainer, "_detect_anomaly", False), False,
-             "It prints what depends on private rows."),
-        ):  # fmt: skip
-            if value != wanted:
-                raise InputError(f"{wanted!r}", name=name, value=value, remedy=remedy)
-        precision = str(self.precision_plugin.precision)
-        if precision not in _PRECISIONS:
-            raise InputError(f"one of {_PRECISIONS}", name="precision", value=precision)
-        for callback in trainer.callbacks:
-            name = type(callback).__name__
-            if name in _SEARCHES:
-                raise InputError(
-                    "left out",
-                    name="a callback",
-                    value=name,
-                    remedy="It takes steps, or chooses, by private losses that nobody pays for.",
-                )
-            chooses = isinstance(callback, lightning_callbacks.EarlyStopping) or (
-                isinstance(callback, lightning_callbacks.ModelCheckpoint) and callback.monitor
-            )
-            if chooses and not self._public:
-                raise InputError(
-                    "left out",
-                    name="a callback that chooses by a metric",
-                    value=name,
-                    remedy="Nobody pays for metrics, unless they are computed on public rows: say "
-                    "so with validation_data_is_public=True, or leave it out.",
-                )
 
     def _check_optimizers(self) -> None:
         if len(self.optimizers) != 1:
@@ -194,11 +153,18 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._loader not in (None, dataloader):
             raise InputError("one DataLoader", name="the training data", value="several")
         self._loader = dataloader
-        return _Steps(self)
+        return self._steps()
+
+    def _steps(self) -> Steps:
+        return Steps(self.plan, lambda: next(self._batches, None), self._stop)
+
+    def _stop(self) -> None:
+        self._trainer.should_stop = True
 
     def on_train_start(self) -> None:
         """Attach to the module and open the budget; the optimizer is there, the state loaded."""
         super().on_train_start()
+        self.result = None
         private = self._private = self._attach()
         if self._saved is None:
             private.begin()
@@ -253,7 +219,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         else:
             config = self.lr_scheduler_configs[0]
             check_scheduler(config.scheduler, self.optimizers[0])
-            length = len(_Steps(self)) if config.interval == "epoch" else 1
+            length = len(self._steps()) if config.interval == "epoch" else 1
             length *= config.frequency
             rates = planned_by(config.scheduler, math.ceil(self.plan.steps / length))
             cost = mismatch(self.plan, np.repeat(rates, length)[: self.plan.steps])
@@ -297,7 +263,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         try:
             with self.precision_plugin.train_step_context(), Reductions():
                 returned = module.training_step(batch, *rest)
-            return losses_behind(returned)
+            return losses_of_step(returned)
         finally:
             if not self._reveal:
                 object.__delattr__(module, "log")
@@ -385,23 +351,3 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._private is None:
             raise UsageError("PrivateStrategy takes steps within trainer.fit only.")
         return self._private
-
-
-class _Steps:
-    """The plan's steps as what Lightning takes for a loader: an epoch at a time."""
-
-    def __init__(self, strategy: PrivateStrategy) -> None:
-        self._strategy = strategy
-        plan = strategy.plan
-        self._length = max(1, min(plan.steps, round(1 / float(plan.rates.mean()))))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._length):
-            batch = next(self._strategy._batches, None)
-            if batch is None:
-                self._strategy._trainer.should_stop = True
-                return
-            yield batch

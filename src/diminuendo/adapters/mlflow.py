@@ -19,7 +19,8 @@ with _extras.needed("mlflow", extra="mlflow", purpose="MLflowLogger"):
 class MLflowLogger:
     """Sends one run to MLflow: to the active run, or to one of its own that ends with it.
 
-    experiment    the name of the experiment; MLflow's own choice unless given
+    experiment    the name of the experiment; MLflow's own choice unless given, and "Default"
+                  where a tracking_uri is
     run_name      the name of the run of its own
     tracking_uri  where MLflow keeps runs; MLflow's own choice unless given
     """
@@ -39,7 +40,9 @@ class MLflowLogger:
         """Open the run, and keep the plan's facts as its parameters."""
         if self.tracking_uri is not None:
             mlflow.set_tracking_uri(self.tracking_uri)
-        if self.experiment is not None:
+            # the one that was chosen before may not be there
+            mlflow.set_experiment(self.experiment or "Default")
+        elif self.experiment is not None:
             mlflow.set_experiment(self.experiment)
         self._owned = mlflow.active_run() is None
         run = mlflow.start_run(run_name=self.run_name) if self._owned else mlflow.active_run()

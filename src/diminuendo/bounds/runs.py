@@ -114,13 +114,22 @@ def joint_problem(loss: Landscape, alpha: float, *, max_lr: float | None = None)
             alpha,
             limit=2.0 if max_lr is None else _limit(2.0, max_lr) * largest,
         )
-    known = "an influence curve" if isinstance(loss, Curve) else "momentum"
+    if isinstance(loss, Curve):
+        raise InputError(
+            "η_1…η_T where an influence curve is given",
+            name="lr",
+            value="joint",
+            remedy="A measured curve already holds the learning rates of its runs. Give a "
+            "spectrum, kappa or gamma instead, and both are planned.",
+        )
     raise InputError(
-        f"η_1…η_T where {known} is given",
+        "η_1…η_T where momentum is given",
         name="lr",
         value="joint",
-        remedy="Both are planned together for plain gradient descent, from a spectrum, kappa or "
-        "gamma.",
+        remedy="Both are planned for plain gradient descent: on a loss of one curvature no average "
+        "of gradients leaves less noise at the same bias than plain steps with planned noise. "
+        'Leave momentum out; or plan without it and give what you get, lr=plan(…, lr="joint").lr, '
+        "with momentum.",
     )
 
 

@@ -21,6 +21,7 @@ from diminuendo.cli import (
     ledger,
     page,
     plan,
+    preview,
     report,
     reproduce,
     train,
@@ -43,6 +44,7 @@ _COMMANDS = (
     plan,
     page,
     bounds,
+    preview,
     train,
     tune,
     audit,
@@ -82,13 +84,26 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else arguments)
 
 
+def _wrong_use() -> type[Exception]:
+    """What typer raises: an error of its own in newer versions, click's in those before.
+
+    Flower holds typer back.
+    """
+    own: type[Exception] | None = getattr(typer, "TyperException", None)
+    if own is not None:
+        return own
+    from click import ClickException
+
+    return ClickException
+
+
 def _run(given: list[str]) -> int:
     try:
         code = app(args=given or ["--help"], prog_name="diminuendo", standalone_mode=False)
-    except typer.TyperException as error:
+    except _wrong_use() as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "diminuendo"
-        line = " ".join(error.format_message().split())
+        line = " ".join(str(getattr(error, "format_message")()).split())  # noqa: B009
         print(f"error: {line} See '{command} --help'.", file=sys.stderr)
         return 2
     except typer.Abort:

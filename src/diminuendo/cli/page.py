@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import socket
+import sys
 import threading
 import webbrowser
 from pathlib import Path
@@ -72,15 +75,18 @@ def page(
         _files.write_text(output, text)
         print_json({"page": str(output)}) if as_json else print(output)
         return
-    with _extras.needed("starlette", extra="serve", purpose="The planner page"):
-        from diminuendo.page import server
+    from diminuendo.page import server
+
+    for module in ("starlette", "uvicorn"):  # before a port is taken and a browser opened
+        with _extras.needed(module, extra="serve", purpose="The planner page"):
+            importlib.import_module(module)
     with _listening(server.LOOPBACK, port) as listening:
         address = f"http://{server.LOOPBACK}:{listening.getsockname()[1]}/"
         if as_json:
             print_json({"address": address})
         else:
             print(f"{address}\nCtrl-C ends it.", flush=True)
-        if not no_open:
+        if not no_open and _has_screen():
             threading.Timer(0.5, webbrowser.open, [address]).start()
         with contextlib.suppress(KeyboardInterrupt):
             server.run(listening, start)
@@ -97,6 +103,12 @@ def _stated(given: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _has_screen() -> bool:
+    """Whether a browser would have a window: without one it would take over the terminal."""
+    named = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in named)
 
 
 def _listening(host: str, port: int) -> socket.socket:

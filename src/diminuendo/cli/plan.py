@@ -21,6 +21,7 @@ from diminuendo.errors import InputError
 from diminuendo.influence.learning_rates import check_name
 from diminuendo.planning import SCHEDULES
 from diminuendo.planning import plan as make_plan
+from diminuendo.planning.planner import steps_of
 
 
 def register(app: typer.Typer) -> None:
@@ -90,6 +91,9 @@ def plan(
     --clip 4 --gamma 0.98 --steps 100 -o plan.json
     """
     _validate.choice("--schedule", schedule, SCHEDULES)
+    rates = _rates(sampling_rate)
+    if epochs is not None:
+        steps = str(steps_of(epochs, _steps(steps), rates))
     with working("planning"):
         made = make_plan(
             make_budget(epsilon, delta, relation, conversion),
@@ -97,7 +101,6 @@ def plan(
             parameters=parameters,
             clip=clip,
             steps=_steps(steps),
-            epochs=epochs,
             kappa=kappa,
             gamma=gamma,
             spectrum=None
@@ -113,7 +116,7 @@ def plan(
             alpha=alpha,
             schedule=schedule,
             fall=fall,
-            sampling_rate=_rates(sampling_rate),
+            sampling_rate=rates,
             lr=None if lr is None else _learning_rates(lr),
             max_lr=max_lr,
         )

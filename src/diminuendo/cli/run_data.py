@@ -88,13 +88,24 @@ def test_set(settings: Mapping[str, Any], folder: Path, model: Any, loss: Any) -
             "--reveal-training-loss shows the training loss.",
         )
     shared = {key: data[key] for key in (*_COLUMNS, "groups") if key in data}
-    rows = read({**shared, **own}, "test", folder, model)
+    rows = read({**shared, **_same_columns(data, folder), **own}, "test", folder, model)
     test = Test(rows, own.get("public", False))
     with plain_errors():
         from diminuendo.training.evaluation import evaluate
 
         evaluate(model, rows, loss, at_most=2)
     return test
+
+
+def _same_columns(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The columns that the model is trained on, in their order, whatever order a test file has."""
+    from diminuendo.training import tables
+
+    path = folder / data.get("path", "")
+    if "features" in data or path.suffix.lower() not in tables.SUFFIXES:
+        return {}
+    apart = {data.get("target"), data.get("groups")}
+    return {"features": [name for name in tables.read_table(path).names if name not in apart]}
 
 
 def _arrays(section: Mapping[str, Any], name: str, path: Path) -> tuple[Any, Any]:

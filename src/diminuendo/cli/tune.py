@@ -149,7 +149,7 @@ def tune(
             fall=_range("--fall", fall),
             sampling_rate=_range("--sampling-rate", sampling_rate),
         ),
-        auxiliary=_labels(labels) if auxiliary is None else _read_public(auxiliary),
+        auxiliary=_labels(labels) if auxiliary is None else read_public(auxiliary),
         minimise=minimise,
         rounds=rounds,
         repeats=repeats,
@@ -245,7 +245,7 @@ def _range(name: str, text: str | None, *, whole: bool = False) -> Any:
     return ends[0] if len(ends) == 1 else (ends[0], ends[1])
 
 
-def _read_public(path: Path) -> Any:
+def read_public(path: Path) -> Any:
     """Features and labels from a .npz file."""
     import numpy as np
     import torch

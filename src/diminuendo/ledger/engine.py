@@ -194,9 +194,15 @@ so is everything that was committed before it."""
 
 
 def wait_for_disk(connection: Connection) -> None:
-    """Return when what was committed on a PostgreSQL server before this call cannot be lost."""
-    if connection.engine.dialect.name != "sqlite":
-        connection.execution_options(diminuendo_bare=True).exec_driver_sql(_WAIT_FOR_DISK)
+    """Return when what was committed on a PostgreSQL server before this call cannot be lost.
+
+    A standby shows only what is on its primary's disk.
+    """
+    if connection.engine.dialect.name == "sqlite":
+        return
+    bare = connection.execution_options(diminuendo_bare=True)
+    if writes(connection) or not bare.exec_driver_sql("SELECT pg_is_in_recovery()").scalar():
+        bare.exec_driver_sql(_WAIT_FOR_DISK)
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class RenyiCurve(Mechanism):
         return min(above)
 
 
-_KINDS: dict[str, type[Mechanism]] = {
+KINDS: dict[str, type[Mechanism]] = {
     kind.kind: kind for kind in (Laplace, PureEpsilon, DiscreteGaussian, ZeroConcentrated)
 } | {RenyiCurve.kind: RenyiCurve}
 """The closed table through which records are read."""
@@ -203,7 +203,7 @@ def to_json(mechanism: Mechanism) -> list[Any]:
 
 def from_json(kind: str, fields: Mapping[str, Any], count: int) -> Mechanism:
     """The mechanism that `to_json` wrote, checked."""
-    found = _KINDS[_validate.choice("the release", kind, _KINDS)]
+    found = KINDS[_validate.choice("the release", kind, KINDS)]
     arguments = dict(fields)
     if found is RenyiCurve:
         arguments = {"curve": {float(order): value for order, value in fields["curve"]}}

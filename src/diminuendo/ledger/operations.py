@@ -86,6 +86,7 @@ def open_run(change: Change, *, name: str, label: str, plan: str, data: str | No
     status = rows.budget_in(change.connection, name)
     rows.refuse_other_data(status.terms, data)
     opened = {"label": label, "plan": plan, "turn": 0, **process.this_process()}
+    opened |= rows.membership(change, status.terms)
     run = Run(uuid.uuid4().hex[:16], name, OPEN, 0, 0, 0, 0, opened)
     rows.add_run(change.connection, run)
     return rows.write(change, "open", status, run, opened)
@@ -98,7 +99,8 @@ def resume_run(change: Change, *, run: str, data: str | None) -> Record:
     rows.refuse_other_data(status.terms, data)
     if before.opened["pid"] != os.getpid() and process.is_alive(before.opened):
         raise still_alive(before)
-    owner = {**process.this_process(), "turn": before.generation + 1}
+    member = rows.membership(change, status.terms)
+    owner = {**process.this_process(), "turn": before.generation + 1, **member}
     now = replace(before, opened={**before.opened, **owner})
     return rows.write(change, "resume", status, now, owner)
 
@@ -222,14 +224,25 @@ def start(
 def close_run(
     change: Change, *, run: str, used: int, reason: str, generation: int | None
 ) -> Record:
-    """End a run of which `used` steps were taken."""
+    """End a run of which `used` steps were taken, as only its own process can know.
+
+    Where giving back needs two people, steps that were started stay spent.
+    """
     before = rows.open_run_in(change.connection, run, generation)
+    if not process.is_this(before.opened):
+        raise UsageError(
+            f"Run {run} belongs to process {before.opened['pid']} on host "
+            f"{before.opened['host']}, and only that one knows which steps it has taken. Nothing "
+            "was given back. Resume the run, or end it with `diminuendo ledger reclaim`."
+        )
+    status = rows.budget_in(change.connection, before.budget)
     if not before.confirmed <= used <= before.started:
         raise InputError(
             f"from {before.confirmed} (confirmed) to {before.started} (started)",
             name="used",
             value=used,
         )
+    used = before.started if status.terms.two_persons else used
     return _give_back(change, before, used, CLOSED, "close", {"reason": reason})
 
 

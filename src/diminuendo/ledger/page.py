@@ -5,6 +5,7 @@ The page needs no network and no script.
 
 from __future__ import annotations
 
+from datetime import datetime
 from html import escape
 from typing import Any
 
@@ -19,10 +20,12 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 .bar { background: #e6eaef; border-radius: 4px; height: 1rem; overflow: hidden }
 .bar div { background: #2458a6; height: 100% } .bad { color: #a40e26; font-weight: 600 }
 .good { color: #116329 } code { overflow-wrap: anywhere } svg { width: 100%; height: 8rem }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto } svg path { stroke: #2458a6 } svg line { stroke: #b7c0ca }
+.small { font-size: .85rem; margin-top: .2rem }
 @media (prefers-color-scheme: dark) { body { color: #e6edf3; background: #0d1117 }
   td, th { border-color: #30363d } .bar { background: #30363d } .bar div { background: #6ea8fe }
-  .bad { color: #ff8182 } .good { color: #57c26b } }
+  .bad { color: #ff8182 } .good { color: #57c26b }
+  svg path { stroke: #6ea8fe } svg line { stroke: #4a525c } }
 """
 
 
@@ -30,18 +33,21 @@ def html(facts: dict[str, Any]) -> str:
     """The page for what `view.facts` says of a ledger."""
     budgets = "".join(_budget(budget) for budget in facts["budgets"])
     state = facts["verification"]
+    empty = "" if facts["damage"] else "<p>There is no budget yet.</p>"
     checked = ""
     if state is not None:
         kind = "good" if state["consistent"] else "bad"
         title = "Verified" if state["consistent"] else "Not consistent"
         checked = f'<p class="{kind}">{title}: {escape(state["message"])}</p>'
+    if facts["damage"]:
+        checked += f'<p class="bad">{escape(facts["damage"])}</p>'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Privacy budgets</title><style>{_STYLE}</style></head><body>"
         f"<h1>Privacy budgets</h1><p>{escape(facts['ledger'])}, {facts['records']} records, head "
         f"<code>{escape(facts['head'])}</code></p>{checked}"
-        f"{budgets or '<p>There is no budget yet.</p>'}</body></html>"
+        f"{budgets or empty}</body></html>"
     )
 
 
@@ -50,7 +56,7 @@ def _budget(budget: dict[str, Any]) -> str:
     share = min(max(budget["spent"], 0.0), 1.0)
     left = max(1 - budget["spent"], 0.0)
     return (
-        f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget.get('parent'))}"
+        f"<section><h2>{escape(budget['name'])}</h2>{_part_of(budget)}"
         f'<div class="bar" role="img" aria-label="{share:.1%} spent">'
         f'<div style="width:{share:.2%}"></div></div>'
         f"<p><strong>{left:.1%} is left{_period(budget)}</strong> of ε = "
@@ -82,10 +88,17 @@ def _each(budget: dict[str, Any]) -> str:
     return f" for each {escape(budget['window'])}, renewed on {escape(budget['window_ends'][:10])}"
 
 
-def _part_of(parent: str | None) -> str:
-    return (
-        f"<p>A part of {escape(parent)}: what is charged here counts there.</p>" if parent else ""
-    )
+def _part_of(budget: dict[str, Any]) -> str:
+    """Whose part it is, and for whom."""
+    words = ""
+    if parent := budget.get("parent"):
+        words += f"<p>A part of {escape(parent)}: what is charged here counts there.</p>"
+    if members := budget.get("members"):
+        words += f"<p>Only for {escape(', '.join(members))}.</p>"
+    if parts := budget["parts"]:
+        each = ", ".join(f"{escape(name)} ({share:.2%})" for name, share in parts.items())
+        words += f"<p>Spent by its parts: {each}.</p>"
+    return words
 
 
 def _forecast(forecast: dict[str, Any]) -> str:
@@ -98,28 +111,54 @@ def _forecast(forecast: dict[str, Any]) -> str:
 
 
 def _drawing(history: list[list[Any]]) -> str:
-    """The share spent after each change, as a line of steps from 0 to 1."""
+    """The share spent over time, as a line of steps from nothing to the limit."""
     if len(history) < 2:
         return ""
-    width = 600 / (len(history) - 1)
-    path = f"M0 {100 - 100 * min(history[0][1], 1):.1f}"
+    times = _seconds([at for at, _ in history])
+    span = times[-1] - times[0]
+    path = f"M0 {_height(history[0][1])}"
     for i, (_, share) in enumerate(history[1:], start=1):
-        path += f" H{i * width:.1f} V{100 - 100 * min(share, 1):.1f}"
-    label = f"Share spent, from {history[0][0][:16]} to {history[-1][0][:16]}"
-    return (
-        f'<svg viewBox="0 0 600 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}"><path d="{path}" fill="none" stroke="#2458a6" '
-        f'stroke-width="2" vector-effect="non-scaling-stroke"/></svg><p>{escape(label)}</p>'
+        part = (times[i] - times[0]) / span if span > 0 else i / (len(history) - 1)
+        path += f" H{600 * min(max(part, 0.0), 1.0):.1f} V{_height(share)}"
+    label = (
+        f"Share spent, from nothing to the limit, {_time(history[0][0])} to {_time(history[-1][0])}"
     )
+    return (
+        f'<svg viewBox="0 0 600 104" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}"><line x1="0" y1="2" x2="600" y2="2" '
+        'stroke-dasharray="6 6" vector-effect="non-scaling-stroke"/>'
+        '<line x1="0" y1="102" x2="600" y2="102" vector-effect="non-scaling-stroke"/>'
+        f'<path d="{path}" fill="none" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>'
+        f'<p class="small">{escape(label)} UTC</p>'
+    )
+
+
+def _seconds(moments: list[str]) -> list[float]:
+    """Moments on one scale; evenly spread where somebody has damaged one."""
+    try:
+        return [datetime.fromisoformat(moment).timestamp() for moment in moments]
+    except ValueError:
+        return [float(i) for i in range(len(moments))]
+
+
+def _height(share: float) -> str:
+    return f"{102 - 100 * min(max(share, 0.0), 1.0):.1f}"
+
+
+def _time(text: str) -> str:
+    """Date and minute of a moment in a record."""
+    return escape(text[:16].replace("T", " "))
 
 
 def _runs(runs: list[dict[str, Any]]) -> str:
     if not runs:
         return "<p>No run has asked for it.</p>"
-    titles = "".join(f"<th>{name}</th>" for name in ("run", "what", "who", "when", "status"))
+    names = ("run", "budget", "what", "who", "when (UTC)", "status")
+    titles = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(
-        f"<tr><td><code>{escape(run['run'])}</code></td><td>{escape(run['label']) or '–'}</td>"
-        f"<td>{_who(run)}</td><td>{escape(run['opened'][:16])}</td><td>{escape(run['status'])}</td>"
+        f"<tr><td><code>{escape(run['run'])}</code></td><td>{escape(run['budget'])}</td>"
+        f"<td>{escape(run['label']) or '–'}</td><td>{_who(run)}</td>"
+        f"<td>{_time(run['opened'])}</td><td>{escape(run['status'])}</td>"
         f'<td class="number">{run["granted"]}</td><td class="number">{run["spent"]:.2%}</td></tr>'
         for run in reversed(runs)
     )

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 
 def user_name() -> str:
-    """The name of the user, or "unknown"."""
+    """The name of the user whom the system runs this process for, or "unknown".
+
+    Not what the environment says, where the system knows better: anybody can set $USER.
+    """
+    try:
+        import pwd
+
+        return pwd.getpwuid(os.getuid()).pw_name
+    except (ImportError, KeyError):
+        pass
     try:
         return getpass.getuser()
     except (OSError, KeyError):
@@ -63,6 +72,13 @@ def start_time(pid: int) -> str:
         return ""
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def is_this(opened: Mapping[str, Any]) -> bool:
+    """Whether a run is owned by the process that runs this code."""
+    here = this_process()
+    names = [name for name in ("pid", "host", "boot", "namespace") if name in opened]
+    return all(opened[name] == here[name] for name in names)
 
 
 def is_alive(opened: Mapping[str, Any]) -> bool | None:

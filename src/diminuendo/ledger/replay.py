@@ -173,6 +173,7 @@ class Replay:
             _require(body["ledger"] == self.ledger, "its ledger is another one")
         elif kind == "open":
             _require(budget in self.terms and run not in self.runs, "its budget or run is unknown")
+            self._check_member(budget, body)
             self.runs[run] = Account(budget, _without_sums(body))
         else:
             account = self.runs[run]
@@ -256,6 +257,10 @@ class Replay:
             name: body[name] for name in ("user", "unreleased", "action") if name in body
         }
 
+    def _check_member(self, budget: str, body: Mapping[str, Any]) -> None:
+        members = self.terms[budget].members
+        _require(not members or body.get("member") in members, "its user is no member")
+
     def _above(self, budget: str) -> list[str]:
         """The budgets that a budget is a part of, the nearest first."""
         names: list[str] = []
@@ -295,6 +300,7 @@ class Replay:
     def _resume(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
         del kind, run
         _require(body["turn"] == account.opened["turn"] + 1, "its generation is not the next one")
+        self._check_member(account.budget, body)
         account.opened.update(_without_sums(body))
 
     def _grant(self, kind: str, account: Account, body: Mapping[str, Any], run: str) -> None:
@@ -349,6 +355,8 @@ class Replay:
             seconded = approval.is_approved(account.proposed, kind, body, ("unreleased",))
             _require(seconded, "it needs two people")
         _require(account.confirmed <= used <= account.started, "it returns what was used")
+        alone = kind == "close" and terms.two_persons and used < account.started
+        _require(not alone, "it returns what was started, which needs two people")
         last = self.windows.get(account.budget, ("", ""))[1]
         unused = sum(
             refund_of(terms, grant, used)

@@ -110,7 +110,9 @@ BEGIN
   FOR e IN SELECT * FROM json_array_elements(events) LOOP
     IF json_typeof(e -> 0) = 'number' THEN
       sigma := (e ->> 0)::float8; rate := (e ->> 1)::float8;
-      IF a IS NULL OR rate = 1 THEN
+      IF sigma > 1e100 THEN
+        one := 0;  -- floating point ends before the price does
+      ELSIF a IS NULL OR rate = 1 THEN
         one := coalesce(a / 2, 1) / sigma / sigma * CASE WHEN swapped THEN 4 ELSE 1 END;
       ELSIF swapped THEN
         one := (a - 0.5) / (a - 1) * diminuendo_step(2 * a, sigma, rate)
@@ -121,11 +123,14 @@ BEGIN
     ELSE
       x := e -> 1;
       one := CASE e ->> 0
-        WHEN 'pure' THEN CASE WHEN a IS NULL THEN diminuendo_mu((x ->> 'epsilon')::float8) ^ 2
+        WHEN 'pure' THEN CASE WHEN (x ->> 'epsilon')::float8 < 1e-100 THEN 0
+          WHEN a IS NULL THEN diminuendo_mu((x ->> 'epsilon')::float8) ^ 2
           ELSE least((x ->> 'epsilon')::float8, a / 2 * (x ->> 'epsilon')::float8 ^ 2) END
-        WHEN 'laplace' THEN CASE WHEN a IS NULL THEN diminuendo_mu(1 / (x ->> 'scale')::float8) ^ 2
+        WHEN 'laplace' THEN CASE WHEN (x ->> 'scale')::float8 > 1e100 THEN 0
+          WHEN a IS NULL THEN diminuendo_mu(1 / (x ->> 'scale')::float8) ^ 2
           ELSE greatest((ln(a / (2 * a - 1)) + (a - 1) / (x ->> 'scale')::float8) / (a - 1), 0) END
-        WHEN 'discrete-gaussian' THEN a / 2 / (x ->> 'noise_multiplier')::float8 ^ 2
+        WHEN 'discrete-gaussian' THEN CASE WHEN (x ->> 'noise_multiplier')::float8 > 1e100 THEN 0
+          ELSE a / 2 / (x ->> 'noise_multiplier')::float8 ^ 2 END
         WHEN 'zcdp' THEN a * (x ->> 'rho')::float8
         ELSE (SELECT min((pair ->> 1)::float8) FROM json_array_elements(x -> 'curve') pair
           WHERE (pair ->> 0)::float8 >= a) END;
@@ -260,6 +265,10 @@ BEGIN
     AND (now ->> 3)::bigint BETWEEN (old ->> 3)::bigint AND (now ->> 2)::bigint
     AND ((now ->> 2)::bigint >= (old ->> 2)::bigint OR new_record.kind IN ('close', 'reclaim')),
     'counts of a run go up only');
+  PERFORM diminuendo_require(new_record.kind <> 'close' OR content ->> 'used' = old ->> 2
+    OR (b.terms::json ->> 'two_persons')::boolean IS NOT TRUE,
+    'giving back what was started needs two people')
+    FROM diminuendo_budgets b WHERE b.name = new_record.budget;
 END $$;
 --
 CREATE OR REPLACE FUNCTION {schema}.diminuendo_check_record() RETURNS trigger LANGUAGE plpgsql
@@ -339,6 +348,11 @@ BEGIN
   END IF;
   IF NEW.kind IN ('create', 'import', 'reclaim') THEN
     PERFORM diminuendo_check_approval(NEW, content);
+  END IF;
+  IF NEW.kind IN ('open', 'resume', 'grant') AND terms -> 'members' IS NOT NULL THEN
+    PERFORM diminuendo_require(EXISTS (SELECT FROM json_array_elements_text(terms -> 'members') m
+        WHERE m = session_user::text OR EXISTS (SELECT FROM pg_roles WHERE rolname = m
+          AND pg_has_role(session_user, oid, 'MEMBER'))), 'the user is no member of the budget');
   END IF;
   IF NEW.kind IN ('create', 'import') THEN
     PERFORM diminuendo_require(terms::jsonb = (content -> 'terms')::jsonb,

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Connection, Select, Table, bindparam, func, select
+from sqlalchemy import text as sql_text
 
 from diminuendo import _validate
 from diminuendo.errors import InputError, LedgerError, UsageError
@@ -156,6 +157,29 @@ def refuse_other_data(terms: Terms, data: str | None) -> None:
             value=data,
             remedy="Use the budget of these data, or create one.",
         )
+
+
+def membership(change: Change, terms: Terms) -> dict[str, str]:
+    """As whom somebody may open a run on a budget; raises UsageError for who may not.
+
+    Where everybody may, nothing is said. On PostgreSQL a member can also be a role that the
+    database's user belongs to.
+    """
+    if not terms.members:
+        return {}
+    found = change.user if change.user in terms.members else None
+    if found is None and change.connection.engine.dialect.name != "sqlite":
+        query = sql_text(
+            "SELECT min(rolname) FROM pg_roles WHERE rolname = ANY(:names) "
+            "AND pg_has_role(session_user, oid, 'MEMBER') AND NOT rolsuper"
+        )
+        found = change.connection.execute(query, {"names": list(terms.members)}).scalar()
+    if found is None:
+        raise UsageError(
+            f"{change.user} is none of those who may open runs on the budget {terms.name!r} "
+            f"({', '.join(terms.members)}). Nothing was charged. Use a budget of your own."
+        )
+    return {"member": str(found)}
 
 
 class _Part:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hmac
+import shutil
+import tempfile
+import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from diminuendo import __version__, _extras
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, DiminuendoError, InputError
 from diminuendo.events import GaussianStep
-from diminuendo.ledger import view
+from diminuendo.ledger import mechanisms, view
 from diminuendo.ledger.book import Ledger
 from diminuendo.ledger.page import html
+from diminuendo.ledger.records import Event
 
 LOOPBACK = "127.0.0.1"
 _STATUS = {"BudgetRefused": 409, "LedgerError": 503}
@@ -30,14 +35,25 @@ def application(
     """
     with _extras.needed("starlette", extra="serve", purpose="Serving a ledger"):
         from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.requests import Request
         from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
         from starlette.routing import Route
 
+    verified = _Verified()
+
     def answered(work: Callable[[Ledger, Request, Any], Any], *, write: bool = False) -> Any:
-        """A handler that opens the ledger, and says an error as JSON."""
+        """A handler that opens the ledger in a thread, and says an error as JSON."""
+
+        def ask(request: Request, body: Any) -> Any:
+            try:
+                with Ledger(url, readonly=not write, create=False) as ledger:
+                    return work(ledger, request, body)
+            except DiminuendoError as error:
+                status = _STATUS.get(type(error).__name__, 400)
+                return JSONResponse({"error": str(error)}, status_code=status)
 
         async def handle(request: Request) -> Any:
             if write and not _allowed(request.headers.get("authorization", ""), token):
@@ -47,29 +63,35 @@ def application(
                 body = await request.json() if write else None
             except ValueError:
                 return JSONResponse({"error": "The body is not JSON."}, status_code=400)
-            try:
-                with Ledger(url, readonly=not write, create=False) as ledger:
-                    result = work(ledger, request, body)
-            except DiminuendoError as error:
-                status = _STATUS.get(type(error).__name__, 400)
-                return JSONResponse({"error": str(error)}, status_code=status)
-            return result
+            return await run_in_threadpool(ask, request, body)
 
         return handle
+
+    def facts(ledger: Ledger) -> dict[str, Any]:
+        return {**view.facts(ledger, check=False), "verification": verified.state(ledger)}
 
     def budget_of(ledger: Ledger, request: Request) -> dict[str, Any]:
         return view.budget_facts(ledger, ledger.status(request.path_params["name"]))
 
+    def summaries(ledger: Ledger) -> Any:
+        return JSONResponse([view.summary(status) for status in ledger.budgets()])
+
+    def csv(text: str) -> Any:
+        return PlainTextResponse(text, media_type="text/csv")
+
     routes = [
-        ("/", "GET", answered(lambda ledger, *_: HTMLResponse(html(view.facts(ledger))))),
-        ("/api/ledger", "GET", answered(lambda ledger, *_: JSONResponse(view.facts(ledger)))),
-        ("/api/verify", "GET",
-         answered(lambda ledger, *_: JSONResponse(view.verification(ledger)))),
+        ("/", "GET", answered(lambda ledger, *_: HTMLResponse(html(facts(ledger))))),
+        ("/api/ledger", "GET", answered(lambda ledger, *_: JSONResponse(facts(ledger)))),
+        ("/api/verify", "GET", answered(lambda ledger, *_: JSONResponse(verified.state(ledger)))),
+        ("/api/runs.csv", "GET",
+         answered(lambda ledger, *_: csv(view.runs_csv(facts(ledger)["budgets"])))),
+        ("/api/budgets", "GET", answered(lambda ledger, *_: summaries(ledger))),
         ("/api/budgets/{name}", "GET",
          answered(lambda ledger, request, _: JSONResponse(budget_of(ledger, request)))),
         ("/api/budgets/{name}/runs.csv", "GET",
-         answered(lambda ledger, request, _: PlainTextResponse(
-             view.runs_csv([budget_of(ledger, request)]), media_type="text/csv"))),
+         answered(lambda ledger, request, _: csv(view.runs_csv([budget_of(ledger, request)])))),
+        ("/api/budgets/{name}/history.csv", "GET",
+         answered(lambda ledger, request, _: csv(view.history_csv(budget_of(ledger, request))))),
         ("/api/budgets", "POST",
          answered(lambda ledger, _, body: JSONResponse(_create(ledger, body)), write=True)),
         ("/api/budgets/{name}/charge", "POST",
@@ -81,6 +103,23 @@ def application(
         routes=[Route(path, handler, methods=[method]) for path, method, handler in routes],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
     )
+
+
+class _Verified:
+    """Whether the ledger is consistent; a record that was verified is not read again.
+
+    A ledger that no longer contains what was verified before is not consistent, from then on.
+    """
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="diminuendo-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._state, self._lock = Path(folder) / "verified.json", threading.Lock()
+
+    def state(self, ledger: Ledger) -> dict[str, Any]:
+        """What `view.verification` says."""
+        with self._lock:
+            return view.verification(ledger, state=self._state)
 
 
 def run(url: str | None, *, host: str, port: int, token: str | None) -> None:
@@ -96,19 +135,33 @@ def _allowed(header: str, token: str | None) -> bool:
 
 
 def _create(ledger: Ledger, body: Any) -> dict[str, Any]:
-    fields = _fields(body, {"name", "epsilon", "delta", "relation", "data", "unit", "composition"})
-    relation = {"relation": fields.pop("relation")} if "relation" in fields else {}
+    fields = _fields(body, set(_CREATE))
+    terms = {name: fields.pop(name) for name in ("epsilon", "delta", "relation") if name in fields}
     name = fields.pop("name", None)
-    budget = Budget(
-        epsilon=fields.pop("epsilon", None), delta=fields.pop("delta", None), **relation
-    )
-    return asdict(ledger.create(name, budget, **fields).terms)
+    try:
+        budget = Budget(**terms)
+        return ledger.create(name, budget, **fields).terms.to_dict()
+    except TypeError as error:
+        raise InputError("complete", name="the body", value=str(error)) from None
 
 
 def _charge(ledger: Ledger, name: str, body: Any) -> dict[str, Any]:
-    fields = _fields(body, {"noise_multiplier", "sampling_rate", "count", "label"})
+    fields = _fields(body, set(_CHARGE))
     label = fields.pop("label", "")
-    run = ledger.charge(name, [GaussianStep(**fields)], label=label)
+    event: Event
+    try:
+        if "mechanism" in fields:
+            kind, count = fields.pop("mechanism"), fields.pop("count", 1)
+            event = mechanisms.from_json(kind, fields.pop("parameters", {}), count)
+            if fields:
+                raise InputError("without steps", name="a mechanism", value=sorted(fields))
+        else:
+            event = GaussianStep(**fields)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError("complete", name="the body", value=str(error)) from None
+    run = ledger.charge(name, [event], label=label)
     return {"run": run.id, "spent": ledger.status(name).spent}
 
 
@@ -117,6 +170,18 @@ def _fields(body: Any, known: set[str]) -> dict[str, Any]:
         expected = f"an object with some of {', '.join(sorted(known))}"
         raise InputError(expected, name="the body", value=body)
     return dict(body)
+
+
+_CREATE = {
+    "name": "string", "epsilon": "number", "delta": "number", "relation": "string",
+    "data": "string", "unit": "string", "composition": "string", "order": "integer",
+    "parent": "string", "window": "string", "members": "array", "two_persons": "boolean",
+}  # fmt: skip
+_CHARGE = {
+    "noise_multiplier": "number", "sampling_rate": "number", "count": "integer", "label": "string",
+    "mechanism": "string", "parameters": "object",
+}  # fmt: skip
+"""What can be sent, and its type in JSON."""
 
 
 def openapi() -> dict[str, Any]:
@@ -149,20 +214,20 @@ def openapi() -> dict[str, Any]:
         "paths": {
             "/api/ledger": get("Every budget with its runs, and the verification state"),
             "/api/verify": get("Whether every record is consistent"),
+            "/api/runs.csv": get("Every run of every budget", "text/csv"),
             "/api/budgets/{name}": get("One budget", parameters=[name]),
             "/api/budgets/{name}/runs.csv": get("Its runs", "text/csv", parameters=[name]),
-            "/api/budgets": post(
-                "Create a budget",
-                ["name", "epsilon", "delta"],
-                {"name": "string", "epsilon": "number", "delta": "number", "relation": "string",
-                 "data": "string", "unit": "string", "composition": "string"},
-            ),
+            "/api/budgets/{name}/history.csv": get("Its history", "text/csv", parameters=[name]),
+            "/api/budgets": {
+                **get("What is spent and left of every budget, and what may be claimed"),
+                **post("Create a budget", ["name", "epsilon", "delta"], _CREATE),
+            },
             "/api/budgets/{name}/charge": post(
-                "Charge Gaussian steps that another program releases",
-                ["noise_multiplier"],
-                {"noise_multiplier": "number", "sampling_rate": "number", "count": "integer",
-                 "label": "string"},
+                "Charge what another program releases: Gaussian steps (noise_multiplier), or a "
+                f"mechanism ({', '.join(mechanisms.KINDS)}) with its parameters",
+                [],
+                _CHARGE,
                 parameters=[name],
             ),
         },
-    }  # fmt: skip
+    }

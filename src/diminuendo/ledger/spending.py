@@ -388,11 +388,11 @@ class LedgerSpending(Spending):
         with self._lock:
             if self._process != os.getpid() or self._over:
                 return
-            self._over = True
             run = self.ledger.run(self.run)
             if run.status == "open" and run.generation == self._generation:
                 used = min(max(self.steps, self._unknown), self._started) - self._first
                 self._close_run(used, reason)
+            self._over = True  # not before: who could not reach the ledger can close it again
 
     def _close_run(self, used: int, reason: str) -> None:
         """End the run; where the database lets only an officer give back, it stays open."""

@@ -29,7 +29,6 @@ from sqlalchemy import (
     Engine,
     bindparam,
     func,
-    inspect,
     literal_column,
     or_,
     select,
@@ -38,14 +37,15 @@ from sqlalchemy import (
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from diminuendo import __version__
-from diminuendo.errors import InputError, LedgerError, SchemaError
+from diminuendo.errors import InputError, LedgerError
 from diminuendo.ledger import address, schema, windows
 from diminuendo.ledger.engine import lock_holder, make_engine, time_limit, wait_for_disk
 from diminuendo.ledger.keys import Key
 from diminuendo.ledger.process import user_name
 from diminuendo.ledger.records import Head, Record, canonical, digest_of, start_of
 from diminuendo.ledger.statements import write_record
+from diminuendo.ledger.trouble import is_transient, remedy
+from diminuendo.ledger.versions import check_version, migrate, not_a_ledger, version_in
 
 T = TypeVar("T")
 _CREATION_LOCK = 0x64696D  # the key of our advisory lock in PostgreSQL
@@ -83,7 +83,7 @@ class Change:
         head = connection.execute(query).one_or_none()
         if head is None:
             raise LedgerError("The ledger is damaged: its head is missing.")
-        _check_version(head.version)
+        check_version(head.version)
         self.head = Head(head.ledger, head.seq, head.digest)
         self._user = {"db_user": str(head.db_user)} if named else {}
         self.user = self._user.get("db_user", "") or user_name()
@@ -173,7 +173,7 @@ class Store:
         return self._engine
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Connection]:
+    def _transaction(self, *, write: bool, durable: bool = False) -> Iterator[Connection]:
         with (
             self._own_engine().connect() as bare,
             time_limit(bare, self.patience + 1),
@@ -183,7 +183,7 @@ class Store:
                 if write:
                     self._same_file()
                 yield connection
-            if write:
+            if write or durable:
                 wait_for_disk(bare)
 
     def _same_file(self) -> None:
@@ -202,12 +202,15 @@ class Store:
                 "was charged. Put the right file in its place and open it again."
             )
 
-    def read(self, work: Callable[[Connection], T]) -> T:
-        """The result of `work` on one state of the database."""
+    def read(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
+        """The result of `work` on one state of the database.
+
+        durable  return when that state is on disk: for a head that somebody will rely on
+        """
 
         def once() -> T:
-            with self._transaction(write=False) as connection:
-                _check_version(_version_in(connection))
+            with self._transaction(write=False, durable=durable) as connection:
+                check_version(version_in(connection))
                 return work(connection)
 
         return self._retrying(once)
@@ -281,16 +284,16 @@ class Store:
 
         def once() -> None:
             with self._transaction(write=False) as connection:
-                version = _version_in(connection)
+                version = version_in(connection)
                 if version == schema.version():
                     return
             if self.readonly or (version == 0 and not self._create):
-                raise _not_a_ledger(self.display, version)
+                raise not_a_ledger(self.display, version)
             with self._transaction(write=True) as connection:
                 if not self._sqlite:
                     lock = text("SELECT pg_advisory_xact_lock(:key)")
                     connection.execute(lock, {"key": _CREATION_LOCK})
-                _migrate(connection)
+                migrate(connection)
 
         self._retrying(once)
 
@@ -301,7 +304,7 @@ class Store:
             try:
                 return work()
             except DBAPIError as error:
-                if not _is_transient(error) or time.monotonic() + _PAUSE > end:
+                if not is_transient(error) or time.monotonic() + _PAUSE > end:
                     raise self._ledger_error(error) from None
                 self._engine.dispose()
                 time.sleep(_PAUSE)
@@ -314,10 +317,10 @@ class Store:
         words = " ".join(str(primary or cause).split()) or type(cause).__name__
         for secret in address.secrets(self.url):
             words = words.replace(secret, "***")
-        remedy = _remedy(words)
+        advice = remedy(words)
         if self._sqlite and "locked" in words and self._file is not None:
             holder = lock_holder(self._file) or "Another program"
-            remedy = f"{holder[0].upper()}{holder[1:]} holds it; try again when that is done."
+            advice = f"{holder[0].upper()}{holder[1:]} holds it; try again when that is done."
         if str(getattr(cause, "sqlstate", None)) == "42501":
             return PermissionRefused(
                 f"The database refuses this to its user: {words}. Nothing was charged. "
@@ -325,7 +328,7 @@ class Store:
             )
         return LedgerError(
             f"The ledger {self.display} could not be used: {words}. Nothing was released; what may "
-            f"have been charged stays charged. {remedy}"
+            f"have been charged stays charged. {advice}"
         )
 
     def close(self) -> None:
@@ -411,113 +414,3 @@ def record_of(row: Any) -> Record:
     except ValueError:
         raise LedgerError(f"Record {row.seq} is damaged: its body is not JSON.") from None
     return Record(**{**row._mapping, "body": body})
-
-
-def _version_in(connection: Connection) -> int:
-    """The schema version of the ledger; 0 if the database has none of its tables."""
-    needed = set(schema.metadata.tables)
-    missing = needed - set(inspect(connection).get_table_names())
-    if missing == needed:
-        return 0
-    row = None
-    if schema.head.name not in missing:
-        row = connection.execute(text(f"SELECT version FROM {schema.head.name}")).one_or_none()
-    if missing or row is None:
-        what = f"the table {min(missing)}" if missing else "the row of its head"
-        raise LedgerError(
-            f"The ledger is damaged: {what} is missing. Restore it from a backup, and check that "
-            "with `diminuendo ledger verify`."
-        )
-    return int(row.version)
-
-
-def _not_a_ledger(display: str, version: int) -> InputError:
-    if version == 0:
-        return InputError(
-            "a ledger",
-            name="the database",
-            value=display,
-            remedy="It has none of the tables of a ledger, and was not changed. `diminuendo ledger "
-            "create` creates a ledger with its first budget.",
-        )
-    return SchemaError(
-        f"of schema version {schema.version()}",
-        name="the ledger",
-        value=version,
-        remedy="It is migrated when somebody opens it who may write to it.",
-    )
-
-
-def _check_version(version: int) -> None:
-    if version > schema.version():
-        raise SchemaError(
-            f"of schema version {schema.version()} or older",
-            name="the ledger",
-            value=version,
-            remedy=f"A newer diminuendo than {__version__} wrote it: "
-            "pip install --upgrade diminuendo.",
-        )
-    if version < schema.version():
-        raise SchemaError(
-            f"of schema version {schema.version()}",
-            name="the ledger",
-            value=version,
-            remedy="Open it again: it is migrated when it is opened.",
-        )
-
-
-def _migrate(connection: Connection) -> None:
-    version = _version_in(connection)
-    if version > schema.version():
-        _check_version(version)
-    for step in schema.MIGRATIONS[version:]:
-        step(connection)
-    if version == 0:
-        ledger = uuid.uuid4().hex
-        connection.execute(
-            schema.head.insert().values(
-                id=1, version=schema.version(), ledger=ledger, seq=0, digest=start_of(ledger)
-            )
-        )
-    else:
-        connection.execute(schema.head.update().values(version=schema.version()))
-
-
-def _is_transient(error: DBAPIError) -> bool:
-    """Whether waiting may help: the database is busy or cannot be reached."""
-    words = str(error.orig).lower()
-    if isinstance(error.orig, sqlite3.Error):
-        return "locked" in words or "busy" in words
-    state = str(getattr(error.orig, "sqlstate", None) or "")
-    unreachable = state[:2] in ("08", "57") or (not state and not _is_turned_away(words))
-    busy = state in ("40001", "40P01", "55P03", "25P03")
-    return error.connection_invalidated or unreachable or busy
-
-
-_FOR_A_WHILE = ("starting up", "shutting down", "recovery", "connection slots", "too many")
-"""Why a server that can be reached turns a client away for a while only."""
-
-
-def _is_turned_away(words: str) -> bool:
-    """Whether a server answered that it will not let this user in: waiting does not help.
-
-    A connection that fails has no error code, only words: "FATAL" is the server's answer. In
-    another language it is not understood, and the client waits.
-    """
-    answered = "fatal:" in words or "authentication" in words or "no password supplied" in words
-    return answered and not any(reason in words for reason in _FOR_A_WHILE)
-
-
-def _remedy(words: str) -> str:
-    remedies = {
-        "fatal:": "Look at the user, the password and the database in the ledger's URL.",
-        "full": "Free some disk space and try again.",
-        "readonly": "Make its file and folder writable for this user.",
-        "malformed": "Restore it from a backup, and check that with `diminuendo ledger verify`.",
-        "not a database": "Is this path a ledger?",
-        "timeout": "Another program holds it, or the server is overloaded; try again.",
-    }
-    for sign, remedy in remedies.items():
-        if sign in words.lower():
-            return remedy
-    return "Try again."

@@ -21,7 +21,7 @@ from diminuendo.ledger.mechanisms import Mechanism
 COMPOSITIONS = ("gaussian", "renyi")
 _LONGEST_NAME = 200
 _ODOMETER_ORDERS = 8
-_LATER = {"parent": None, "two_persons": False, "window": None}
+_LATER: dict[str, Any] = {"parent": None, "two_persons": False, "window": None, "members": ()}
 """Terms that version 1 did not have, and what they are where nothing is said."""
 
 
@@ -41,6 +41,8 @@ class Terms:
                  or "year": (ε, δ) for what is charged in each of them, by the calendar in UTC; the
                  limit is whole again when the next one begins, and more than one of them together
                  have a larger ε (`claim_over`)
+    members      who may open runs here: users of the database (or roles that they belong to), or
+                 of the system where the database has none. Nobody named: everybody
     """
 
     name: str
@@ -52,6 +54,7 @@ class Terms:
     parent: str | None = None
     two_persons: bool = False
     window: str | None = None
+    members: list[str] | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         text("name", self.name)
@@ -59,6 +62,10 @@ class Terms:
             raise InputError("another budget", name="parent", value=self.parent)
         text("unit", self.unit)
         _validate.choice("composition", self.composition, COMPOSITIONS)
+        if not isinstance(self.members, (tuple, list)):
+            raise InputError("a list of names", name="members", value=self.members)
+        members = tuple(sorted({text("a member", member) for member in self.members}))
+        object.__setattr__(self, "members", members)
         if self.window is not None:
             _validate.choice("window", self.window, windows.WINDOWS)
         if self.data is not None:
@@ -179,10 +186,11 @@ class Terms:
         return min((1 + power) / 2 * charged + each / power for power in powers) * (1 + 1e-12)
 
     def to_dict(self) -> dict[str, Any]:
-        """The terms as JSON values; a parent, two persons and a window only if there are."""
+        """The terms as JSON values; what version 1 did not have only if it is used."""
+        values = asdict(self)
         return {
-            name: value
-            for name, value in asdict(self).items()
+            name: list(value) if name == "members" else value
+            for name, value in values.items()
             if name not in _LATER or value != _LATER[name]
         }
 

@@ -60,13 +60,16 @@ def verify(
              it knows. Keep it where only the verifier can write.
     """
 
-    head, stored, budgets, runs = ledger.read_transaction(
+    number = schema.records.c.seq
+    head, first, last, budgets, runs = ledger.read_transaction(
         lambda connection: (
             connection.execute(select(schema.head)).one(),
-            connection.execute(select(func.count()).select_from(schema.records)).scalar_one(),
+            connection.execute(select(func.min(number))).scalar() or 0,
+            connection.execute(select(func.max(number))).scalar() or 0,
             connection.execute(select(schema.budgets)).all(),
             connection.execute(select(schema.runs)).all(),
-        )
+        ),
+        durable=True,
     )
     wanted = _wanted(ledger, head.ledger, cited, anchors)
     replay = _verified_before(ledger, head, state)
@@ -80,8 +83,10 @@ def verify(
             f"The head says {head.seq} records and the last of them {head.digest}; there are "
             f"{replay.seq}, the last {replay.digest}: records were cut off or added at the end."
         )
-    if stored != head.seq:
-        raise LedgerError(f"There are {stored} records where {head.seq} belong to the chain.")
+    if (first, last) != (min(head.seq, 1), head.seq):
+        raise LedgerError(
+            f"There are records from number {first} to {last}; the chain is from 1 to {head.seq}."
+        )
     replay.end()
     signatures.check_end(head.seq)
     wanted.check()

@@ -126,7 +126,6 @@
       return fail(`${wrong[0].replace("_", " ")} takes ${range}.`);
     }
     wanted = settings;
-    remember(settings);
     clearTimeout(timer);
     timer = setTimeout(next, PAUSE);
   }
@@ -144,6 +143,7 @@
   }
   async function work(settings) {
     busy(true);
+    remember(settings);
     try {
       const found = await ask("plan", settings);
       [answer, running, planText] = [found, null, null];
@@ -178,6 +178,7 @@
     $("error").textContent = message;
     $("error").hidden = false;
     $("status").textContent = message;
+    document.body.classList.add("wrong");  // what is shown belongs to earlier settings
   }
   function remember(settings) {
     const parts = Object.entries(settings).filter(([name, value]) => String(value) !== String(facts.start[name]));
@@ -238,7 +239,7 @@
       svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) }));
       svg.append(make("text", { x: left - 7, y: Y(y) + 4, "text-anchor": "end" }, named[i]));
     });
-    const across = what.xticks || ticks(what.x[0], what.x[what.x.length - 1], Math.max(2, Math.floor(width / 110))).filter((t) => t >= what.x[0]);
+    const across = what.xticks || ticks(what.x[0], what.x[what.x.length - 1], Math.max(3, Math.floor(width / 90))).filter((t) => t >= what.x[0]);
     for (const t of across) svg.append(make("text", { x: X(t), y: height - 4, "text-anchor": width - X(t) < 25 ? "end" : X(t) - left < 2 ? "start" : "middle" }, what.xformat ? what.xformat(t) : short(t)));
     const inside = make("clipPath", { id: `${id}-inside` }), drawing = make("g", { "clip-path": `url(#${id}-inside)` });
     inside.append(make("rect", { x: left - 3, y: head - 4, width: width - left - right + 6, height: height - head - foot + 6 }));
@@ -255,7 +256,7 @@
     }
     for (const line of what.lines) if (line.label) {
       const i = Math.round(line.at * (what.x.length - 1)), y = Y(line.values[i]);
-      svg.append(make("text", { class: `label ${line.kind}`, x: X(what.x[i]), y: line.below ? y + 16 : Math.max(y - 8, 12), "text-anchor": line.at > 0.8 ? "end" : line.at < 0.2 ? "start" : "middle" }, line.label));
+      svg.append(make("text", { class: `label ${line.kind}`, x: X(what.x[i]), y: line.below ? y + 16 : Math.max(y - 8, 12), "text-anchor": line.end || line.at > 0.8 ? "end" : line.at < 0.2 ? "start" : "middle" }, line.label));
     }
     const cursor = make("line", { class: "cursor", y1: head, y2: height - foot, visibility: "hidden" });
     const dot = make("circle", { class: "dot", r: 4.5, visibility: "hidden" });
@@ -296,6 +297,7 @@
   function show() {
     const { settings } = answer;
     $("error").hidden = true;
+    document.body.classList.remove("wrong");
     put("t-epsilon", `ε = ${answer.epsilon_words}`);
     $("t-delta").textContent = `of ${plain(settings.epsilon)} at δ = ${plain(settings.delta)}, certified`;
     put("t-steps", answer.steps.toLocaleString("en"));
@@ -305,7 +307,7 @@
     $("t-noise-words").textContent = "than uniform noise leaves";
     const needs = running && running.uniform_needs;
     put("t-needs", running === null ? "…" : needs ? `ε = ${short(Number(needs), 3)}` : "no more");
-    $("t-needs-words").textContent = needs ? "for as little noise at the end" : "";
+    $("t-needs-words").textContent = needs ? "for as little noise" : "";
     pictures();
     put("gain", element("strong", "Gain. "), answer.gain);
     put("erub", element("strong", "Worst case. "), `The bound on the final excess risk (ERUB) is ${answer.erub} of the initial one, with uniform noise in ${answer.uniform_steps.toLocaleString("en")} steps ${answer.erub_uniform}.` +
@@ -349,7 +351,7 @@
       lines: [
         { values: speeds.map((s) => s.plan), kind: "plan", label: "this plan", at: 0.97 },
         { values: speeds.map(() => 1), kind: "uniform", label: "uniform noise", at: 0.02, below: speeds[0].plan > 1 },
-        ...(best[0] === null ? [] : [{ values: best, kind: "best", label: "if you had known", at: 0.74, below: true }]),
+        ...(best[0] === null ? [] : [{ values: best, kind: "best", label: "if you had known", at: 0.4, below: true, end: true }]),
       ],
       read: (i) => `${asked(speeds[i])}: ${percent(speeds[i].plan)}`,
     });

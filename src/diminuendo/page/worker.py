@@ -7,9 +7,12 @@ whose asker has left, ends the process; the next question starts another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import os
+import signal
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -58,12 +61,13 @@ class Answers:
 
 def _serve(questions: Connection) -> None:
     """Answer until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this too
     _limit_memory()
     ask = Answers()
     while True:
         try:
             kind, data = questions.recv()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
         try:
             reply = ("answer", ask(kind, data))
@@ -71,11 +75,30 @@ def _serve(questions: Connection) -> None:
             reply = ("error", str(error))
         except MemoryError:
             reply = ("error", "This needs more memory than the page may use: take fewer steps.")
-        except KeyboardInterrupt:
-            return
         except Exception as error:  # a mistake in the program must not leave the asker waiting
             reply = ("error", f"The planner failed ({type(error).__name__}: {error}).")
-        questions.send(reply)
+        with contextlib.suppress(OSError):  # nobody is there any more
+            questions.send(reply)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A process that starts inside computes on one thread.
+
+    The planner's products are small: threads that wait for each other made plans three to ten
+    times slower on a busy machine. The libraries read these names when they are loaded.
+    """
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _limit_memory() -> None:
@@ -105,7 +128,8 @@ class Worker:
         if self._process is None:
             mine, theirs = _SPAWN.Pipe()
             self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
-            self._process.start()
+            with _one_thread():
+                self._process.start()
             theirs.close()
             self._connection = mine
 

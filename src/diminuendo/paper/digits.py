@@ -157,17 +157,8 @@ def public_images(folder: str | Path) -> Digits:
 
     Their content is not checked, only their shape.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise InputError("a folder", name="the public folder", value=str(folder), remedy=_needed())
-    parts = {name: _read(place, replace(file, sha256=None)) for name, file in _FILES.items()}
-    return Digits(
-        parts["train_images"].reshape(60_000, 784),
-        parts["train_labels"],
-        parts["test_images"].reshape(10_000, 784),
-        parts["test_labels"],
-        f"public images in MNIST's form, from the folder {place.name}",
-    )
+    files = {part: replace(file, sha256=None) for part, file in _FILES.items()}
+    return _from_folder(folder, files, f"{Path(folder).name}, images in MNIST's form")
 
 
 def _needed() -> str:

@@ -28,7 +28,7 @@ from diminuendo.replicas.statistics import examples_needed, interval, paired
 from diminuendo.tuning.auxiliary import Shape, gaussian
 from diminuendo.tuning.choosing import tune
 from diminuendo.tuning.networks import TwoLayers
-from diminuendo.tuning.space import Candidate, CurveOf, make_plan
+from diminuendo.tuning.space import NAMES, Candidate, CurveOf, make_plan
 
 Measured = Mapping[tuple[str, float], MeasuredInfluence]
 """Measured influences by task and momentum."""
@@ -132,7 +132,7 @@ def _cells(run: Run, pool: Pool, examples: int, measured: Measured) -> list[Cell
             variant=v.key,
             title=v.title,
             conversion=v.conversion,
-            **asdict(tuned[v.key]),
+            **{name: getattr(tuned[v.key], name) for name in ("family", *NAMES)},
             epsilon=make_plan(tuned[v.key], v.budget, examples, parameters, curves[v.key]).epsilon,
             failed=int(np.isnan(values[v.key]["train_loss"]).sum()),
             train_loss=interval(values[v.key]["train_loss"]),

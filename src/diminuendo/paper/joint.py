@@ -3,15 +3,15 @@
 In every cell (task, N, budget) each model is tuned on auxiliary data alone in four ways: uniform
 noise at a constant learning rate, fading noise at a constant one, uniform noise at a falling one,
 and whatever is best; clip, clipping rule, momentum, steps and size of the learning rate are tuned
-in all of them. The model that does best on the auxiliary data is the one chosen. Every part is
-stored when it is done, so that an interrupted run resumes.
+in all of them. The model that does best on further auxiliary sets, the same for all models, is the
+one chosen. Every part is stored when it is done, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,8 +28,10 @@ from diminuendo.replicas.replica import Outcome
 from diminuendo.replicas.statistics import interval, paired
 from diminuendo.tuning.auxiliary import Shape
 from diminuendo.tuning.choosing import tune
+from diminuendo.tuning.judge import Judge, Sets
 from diminuendo.tuning.networks import named_models
 from diminuendo.tuning.results import TuningResult
+from diminuendo.tuning.sets import auxiliary_sets
 from diminuendo.tuning.space import Candidate, Space, make_plan
 
 METHODS = ("uniform", "fading", "falling", "joint")
@@ -37,12 +39,14 @@ METHODS = ("uniform", "fading", "falling", "joint")
 FIRST_SEED = 10_000
 """Seeds of the repeats start here: tuning uses none of them."""
 _AT_ONCE = 64
+_COMPARED, _FIRST_COMPARED = 16, 60_000
+"""Auxiliary sets on which models are compared, and the first of their seeds."""
 _SPACE = Space(lr_shape=("constant", "linear", "cosine"))
 
 
 @dataclass(frozen=True)
 class _Tuned:
-    """One model of a cell: the candidate of each method, and its score on auxiliary data."""
+    """One model of a cell: the candidate of each method, and its score while tuning."""
 
     candidates: Mapping[str, Candidate]
     score: float
@@ -94,12 +98,13 @@ def _cells(
     extra = (PAPER,) if (examples, budget.epsilon) in task.paper else ()
     compared = (*task.compared, *extra)
     named = named_models(
-        {name: _hidden(name) for name in (*task.models, *extra)}, source.features, source.classes
+        {name: hidden_of(name) for name in (*task.models, *extra)}, source.features, source.classes
     )
     tuned = {
         name: _tuned(run, source, examples, budget, place, name, one) for name, one in named.items()
     }
-    chosen = min(tuned, key=lambda name: tuned[name].score)
+    errors = _errors(run, source, examples, budget, place, named, tuned)
+    chosen = min(errors, key=lambda name: errors[name])
     shown = [name for name in named if name in compared or name == chosen]
     found = []
     for name in shown:
@@ -127,7 +132,7 @@ def _cells(
                     clip=candidate.clip,
                     clipping=candidate.clipping,
                     momentum=candidate.momentum,
-                    auxiliary_error=tuned[name].score,
+                    auxiliary_error=errors[name],
                     spent=make_plan(candidate, budget, examples, 1).epsilon,
                     failed=int(np.isnan(own["test_accuracy"]).sum()),
                     train_loss=interval(own["train_loss"]),
@@ -138,7 +143,49 @@ def _cells(
     return found
 
 
-def _hidden(name: str) -> str | int:
+def _errors(
+    run: Run,
+    source: Source,
+    examples: int,
+    budget: Budget,
+    place: str,
+    named: Mapping[str, Any],
+    tuned: Mapping[str, _Tuned],
+) -> dict[str, float]:
+    """Each model's mean error on the same auxiliary sets, on which nothing was tuned."""
+    shape = _shape(source, examples)
+
+    def compute() -> dict[str, float]:
+        run.say(f"{place}: comparing models")
+        auxiliary, tests = source.auxiliary(examples, _COMPARED, first=_FIRST_COMPARED)
+        if auxiliary is None or tests is None:
+            _, unseen, _ = auxiliary_sets(
+                None, None, shape, "test-error", finals=1, unseen=_COMPARED, seed=1
+            )
+        else:
+            unseen = Sets(auxiliary, tests)
+        judge = Judge(budget, named, examples, unseen, unseen, "test-error", device=run.device)
+        best = [replace(tuned[name].candidates["joint"], model=name) for name in named]
+        runs = judge.unseen(best, _COMPARED)
+        return {
+            name: float(np.mean([one.objective for one in own]))
+            for name, own in zip(named, runs, strict=True)
+        }
+
+    stored = run.folder.stored_or(f"joint-errors-{place}-{len(named)}", compute)
+    return {name: stored[name] for name in named}
+
+
+def _shape(source: Source, examples: int) -> Shape:
+    return Shape(
+        examples=examples,
+        features=source.features,
+        classes=source.classes,
+        largest_norm=source.largest_norm,
+    )
+
+
+def hidden_of(name: str) -> str | int:
     """A model of the setting as `tune` takes it."""
     if name == PAPER:
         return 1000
@@ -163,12 +210,7 @@ def _tuned(
         auxiliary, tests = source.auxiliary(examples, 7 * effort.repeats)
         result = tune(
             budget,
-            Shape(
-                examples=examples,
-                features=source.features,
-                classes=source.classes,
-                largest_norm=source.largest_norm,
-            ),
+            _shape(source, examples),
             models={name: model},
             space=_SPACE,
             auxiliary=auxiliary,

@@ -24,7 +24,7 @@ HOW = (
     "number of steps and size of the learning rate in all of them. 'fading' and 'falling' must "
     "fall at least a little; 'joint' takes what is best on the auxiliary data, also neither, and "
     "is then the same run as 'uniform', with a difference of exactly zero. The model with the "
-    "lowest error on the auxiliary data is the one chosen."
+    "lowest error on further auxiliary sets, the same for all models, is the one chosen."
 )
 _INTERVALS = ("train_loss", "test_accuracy", "against_uniform")
 

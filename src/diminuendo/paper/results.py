@@ -195,7 +195,8 @@ class JointCell:
     chosen           whether this is what the tool chooses: the model that does best on auxiliary
                      data, everything tuned together
     fall, lr_fall    σ_T/σ_1 and η_T/η_1; 1 where they do not fall
-    auxiliary_error  the model's best error rate on the auxiliary data that it was tuned on
+    auxiliary_error  the error rate of the model's "joint" settings on the auxiliary sets on which
+                     models are compared
     spent            certified ε of one run
     failed           how many runs were not finite; they are left out of the means
     against_uniform  paired difference in test accuracy to the same model under "uniform"; zero for

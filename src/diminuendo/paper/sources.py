@@ -17,7 +17,8 @@ from diminuendo.paper.data import Labelled, Pool, Sample, Task
 from diminuendo.paper.digits import Digits
 
 _TESTS = 2000
-_FIRST_AUXILIARY = 50_000
+FIRST_AUXILIARY = 50_000
+"""The first seed of the auxiliary sets that settings are tuned on."""
 
 
 class Source(Protocol):
@@ -63,7 +64,7 @@ class Source(Protocol):
         ...
 
     def auxiliary(
-        self, examples: int, count: int
+        self, examples: int, count: int, *, first: int = FIRST_AUXILIARY
     ) -> tuple[list[Labelled] | None, list[Labelled] | None]:
         """Public training and test sets, or twice None: then synthetic data are used."""
         ...
@@ -125,16 +126,18 @@ class DigitSource:
         return data.draw_many(self._pool, examples, seeds)
 
     def auxiliary(
-        self, examples: int, count: int
+        self, examples: int, count: int, *, first: int = FIRST_AUXILIARY
     ) -> tuple[list[Labelled] | None, list[Labelled] | None]:
         """Samples of the public images, prepared in the same way; a part of its test set each."""
         if self.public is None:
             return None, None
-        if self._kept.get(examples, (0, []))[0] < count:
-            self._kept.clear()
-            seeds = range(_FIRST_AUXILIARY, _FIRST_AUXILIARY + count)
-            self._kept[examples] = count, [self._public_sample(examples, seed) for seed in seeds]
-        drawn = self._kept[examples][1][:count]
+        place = examples, first
+        if self._kept.get(place, (0, []))[0] < count:
+            if any(other[0] != examples for other in self._kept):
+                self._kept.clear()
+            seeds = range(first, first + count)
+            self._kept[place] = count, [self._public_sample(examples, seed) for seed in seeds]
+        drawn = self._kept[place][1][:count]
         return [one.train for one in drawn], [one.test for one in drawn]
 
     @cached_property
@@ -143,7 +146,7 @@ class DigitSource:
         return {}
 
     @cached_property
-    def _kept(self) -> dict[int, tuple[int, list[Sample]]]:
+    def _kept(self) -> dict[tuple[int, int], tuple[int, list[Sample]]]:
         """The public samples of the last N, since several models are tuned on them."""
         return {}
 
@@ -211,10 +214,10 @@ class TableSource:
         )
 
     def auxiliary(
-        self, examples: int, count: int
+        self, examples: int, count: int, *, first: int = FIRST_AUXILIARY
     ) -> tuple[list[Labelled] | None, list[Labelled] | None]:
         """None: synthetic data are used."""
-        del examples, count
+        del examples, count, first
         return None, None
 
 

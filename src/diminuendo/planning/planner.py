@@ -221,7 +221,7 @@ def _most(steps: tuple[int, int]) -> tuple[int, int]:
     """The numbers of steps, refused where they are too many to plan."""
     if max(steps) > MOST_STEPS:
         raise InputError(
-            f"given, since the bound asks for {steps[0]:.1e}",
+            f"given, since the bound asks for {text.number(steps[0])}",
             name="steps",
             value="auto",
             remedy=f"At most {MOST_STEPS:,} steps are planned.",

@@ -29,7 +29,9 @@ def drawing(values: ArrayLike, *, width: int = 48) -> str:
 
 def number(value: float) -> str:
     """Four significant digits, without an exponent between 0.0001 and 10 million."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}".replace("e+0", "e").replace("e+", "e")
 
 
 def rounded_up(value: float) -> str:
@@ -68,13 +70,13 @@ def summary(plan: Plan) -> str:
     batch = "full batch" if least == 1 else f"Poisson rate {rate}"
     rates = [] if plan.lr is None else [f"  learning rate {_line(plan.lr)}"]
     lines = [
-        f"Plan: {plan.steps} steps, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
+        f"Plan: {_steps(plan.steps)}, {plan.schedule} schedule, {batch}, clip {plan.clip:g}",
         f"  noise σ      {_line(sigmas)}",
         *rates,
         f"  privacy      ε = {rounded_up(plan.epsilon)} of {whole(budget.epsilon)} at δ = "
         f"{whole(budget.delta)} ({budget.relation}, {budget.conversion} conversion)",
         f"  worst case   ERUB, the bound on the final excess risk over the initial one: "
-        f"{number(plan.erub)}; with uniform noise in {plan.uniform_steps:,} steps "
+        f"{number(plan.erub)}; with uniform noise in {_steps(plan.uniform_steps)} "
         f"{number(plan.erub_uniform)}",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
         "leaves in the final loss",
@@ -83,6 +85,10 @@ def summary(plan: Plan) -> str:
         "Assumptions:",
     ]
     return "\n".join(lines + [f"  - {assumption}" for assumption in plan.assumptions])
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _line(values: Vector) -> str:
@@ -94,7 +100,9 @@ def percent(share: float) -> str:
     value = 100 * share
     if abs(value) >= 10:
         return f"{value:,.0f}%"
-    return f"{value:.2g}%" if abs(value) >= 1e-3 else f"{value:.1f}%"
+    if 0 < abs(value) < 1e-3:
+        return "less than 0.001%"
+    return f"{value:.2g}%"
 
 
 def gain_sentence(plan: Plan) -> str:

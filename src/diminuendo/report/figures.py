@@ -30,12 +30,18 @@ def _new(width: float, height: float, panels: int = 1) -> tuple[object, list[Axe
     return figure, list(axes)
 
 
-def _save(figure: object, path: str | Path) -> Path:
+def check_name(path: str | Path) -> Path:
+    """The path, if its ending is one that can be drawn: to be asked before long computations."""
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
         raise InputError(
             f"a file name ending in {', '.join(_FORMATS)}", name="the picture", value=str(path)
         )
+    return target
+
+
+def _save(figure: object, path: str | Path) -> Path:
+    target = check_name(path)
     with _files.writing(target, name="the picture") as handle:
         kind = target.suffix.lower().removeprefix(".")
         figure.savefig(handle, format=kind, dpi=150)  # type: ignore[attr-defined]
@@ -150,6 +156,42 @@ def _drawable(series: Series, log_y: bool) -> list[list[float]]:
         down.append(min(reach, 0.99 * abs(mean)) if log_y else reach)
         up.append(reach)
     return [down, up]
+
+
+class Band(NamedTuple):
+    """Means at each x, and between which values most single runs lie."""
+
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def band(
+    shown: Band,
+    path: str | Path,
+    *,
+    level: float,
+    labels: tuple[str, str, str],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+) -> Path:
+    """A line of means in a band, over a logarithmic x, and a level to compare with.
+
+    labels  of the means, the band and the level
+    """
+    figure, (axis,) = _new(5.2, 3.8)
+    axis.fill_between(shown.x, shown.low, shown.high, color=_COLOURS[0], alpha=0.18, lw=0)
+    axis.plot(shown.x, shown.mean, color=_COLOURS[0], marker="o", markersize=4, label=labels[0])
+    axis.fill_between([], [], [], color=_COLOURS[0], alpha=0.18, label=labels[1])
+    axis.axhline(level, color=_COLOURS[1], linestyle="--", linewidth=1.2, label=labels[2])
+    axis.set_xscale("log")
+    axis.set_xticks(list(shown.x), [f"{x:g}" for x in shown.x])
+    axis.minorticks_off()
+    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    return _save(figure, path)
 
 
 def ranking(

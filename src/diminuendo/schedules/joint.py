@@ -29,6 +29,7 @@ from diminuendo._validate import Vector
 MOST_BLOCKS = 200
 _LEAST = 1e-7
 _ITERATIONS = 200
+_FEW = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class JointProblem:
             )
             if best is None or found.fun < best[0]:
                 best = float(found.fun), np.exp(found.x)
-        assert best is not None  # there are two starts
+        assert best is not None  # there are starts
         lr = np.repeat(best[1], sizes.astype(int))
         if blocks == steps:
             return lr
@@ -95,21 +96,32 @@ class JointProblem:
         return np.asarray(np.minimum(math.exp(float(scale.x)) * lr, self.limit))
 
     def _starts(self, sizes: Vector) -> list[Vector]:
-        """The best constant learning rate, and the best of those that fall with the steps left.
+        """The best constant learning rate, and the best of those that change with the steps left.
 
-        Long runs start from the better one alone: there all schedules are nearly equal.
+        Few steps that may be long have many local minima, and the last digits of a sum decide in
+        which one a search ends; so they start from several shapes, rising ones too. Long runs
+        start from the better of two: there all schedules are nearly equal.
         """
         left = np.cumsum(sizes[::-1])[::-1] - sizes / 2
-        shapes = (np.ones(sizes.size), 1 / (1 + 10 * left / left[0]))
+        bends = np.array([0.0, 10, 1, 3, 30] if sizes.size <= _FEW else [0.0, 10])
+        shapes = list(1 / (1 + bends[:, None] * left / left[0]))
+        if sizes.size <= _FEW:
+            shapes += [shape[::-1] for shape in shapes[1:]]
         starts = [self._best_multiple(shape, sizes) for shape in shapes]
         if sizes.max() == 1:
             return starts
         return [min(starts, key=lambda start: self._evaluate(start, sizes)[0])]
 
     def _best_multiple(self, shape: Vector, sizes: Vector) -> Vector:
-        grid = self.limit * np.geomspace(1e-5, 1, 16)
-        losses = [self._evaluate(np.minimum(c * shape, self.limit), sizes)[0] for c in grid]
-        return np.asarray(np.minimum(grid[int(np.argmin(losses))] * shape, self.limit))
+        def loss(factor: float) -> float:
+            return self._evaluate(np.minimum(math.exp(factor) * shape, self.limit), sizes)[0]
+
+        grid = math.log(self.limit) + np.log(np.geomspace(1e-5, 10, 19))
+        best = grid[int(np.argmin([loss(factor) for factor in grid]))]
+        near = (best - (grid[1] - grid[0]), best + (grid[1] - grid[0]))
+        found = minimize_scalar(loss, bounds=near, method="bounded", options={"xatol": 1e-3})
+        factor = min(float(found.x), float(best), key=loss)
+        return np.asarray(np.minimum(math.exp(factor) * shape, self.limit))
 
     def _log_objective(self, x: Vector, sizes: Vector) -> tuple[float, Vector]:
         lr = np.exp(x)

@@ -20,26 +20,28 @@ _WEIGHTED = {
     functional.huber_loss,
     functional.multi_margin_loss,
 }
-CRITERIA: tuple[Callable[..., Any], ...] = (
-    functional.cross_entropy,
-    functional.nll_loss,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.poisson_nll_loss,
-    functional.gaussian_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.cosine_embedding_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.triplet_margin_loss,
+CRITERIA: frozenset[Callable[..., Any]] = frozenset(
+    {
+        functional.cross_entropy,
+        functional.nll_loss,
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.kl_div,
+        functional.poisson_nll_loss,
+        functional.gaussian_nll_loss,
+        functional.soft_margin_loss,
+        functional.hinge_embedding_loss,
+        functional.margin_ranking_loss,
+        functional.cosine_embedding_loss,
+        functional.multi_margin_loss,
+        functional.multilabel_margin_loss,
+        functional.multilabel_soft_margin_loss,
+        functional.triplet_margin_loss,
+    }
 )
 
 

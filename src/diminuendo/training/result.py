@@ -62,7 +62,7 @@ class Spent(Protocol):
         """False where a fixed seed makes the noise predictable."""
 
     @property
-    def delta_added(self) -> float:
+    def delta_missed(self) -> float:
         """What is to be added to δ for rounding errors."""
 
 
@@ -96,6 +96,6 @@ def result_of(
         revealed,
         training_loss,
         run.noise,
-        run.delta_added,
+        run.delta_missed,
         run.unit,
     )

@@ -139,6 +139,7 @@ class PrivateGradients:
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
+        self._resumed = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
@@ -346,6 +347,13 @@ class PrivateGradients:
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
         return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
 
+    @property
+    def delta_missed(self) -> float:
+        """What is to be added to δ for the steps that were taken: `delta_added`, or 0 where no sum
+        had a shape that needs random vectors: that of a layer whose narrower side is wide."""
+        checked = self.engine.checks or self._resumed or self.group.world > 1
+        return self.delta_added if checked else 0.0
+
     def _next_event(self) -> GaussianStep:
         if self.policy is None:
             sigma = self._sigmas[min(self.step, len(self._sigmas) - 1)]
@@ -409,6 +417,7 @@ class PrivateGradients:
             "noise": self.noise,
             "step": self.charged,
             "lost": self.lost,
+            "smallest_part": self.sampler.smallest,
             "spending": self.spending.state(),
             "released": list(self.released) if self.policy is not None else [],
         }
@@ -469,8 +478,12 @@ class PrivateGradients:
         )
         if state is not None:
             self.lost, self.released = int(state["lost"]), tuple(state["released"])
+            # How finely batches were split decides what rounding may cost.
+            parts = [n for n in (self.sampler.smallest, state.get("smallest_part")) if n]
+            self.sampler.smallest = min(parts, default=None)
         self.lost += now - spent
         self.step = step + now - spent
+        self._resumed = self.step > 0
         self._begun = True
 
     def _read(self, step: int) -> Entry:

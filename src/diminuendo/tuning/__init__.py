@@ -2,6 +2,7 @@
 
 choosing            `tune`: on public or synthetic data, which costs no privacy
 defaults            `settings_for`: good settings for whoever gives none, kept on disk
+preview             `preview`: what accuracy to expect for which ε
 regression          the same for least squares
 tabular             synthetic data like tables of measurements
 joint               everything chosen together: `proposals`, judged by a `judge` on auxiliary `sets`
@@ -29,6 +30,7 @@ with _extras.needed("torch", extra="all", purpose="Tuning"):
         settings_for_regression,
     )
     from diminuendo.tuning.networks import Linear, TwoLayers
+    from diminuendo.tuning.preview import Expected, Preview, preview
     from diminuendo.tuning.private_selection import SelectionResult, select_on_private
     from diminuendo.tuning.private_tuning import PrivateTuningResult, tune_on_private
     from diminuendo.tuning.results import Ablation, Choice, FamilyResult, Trial, TuningResult
@@ -39,8 +41,10 @@ __all__ = [
     "Candidate",
     "Choice",
     "ChosenSettings",
+    "Expected",
     "FamilyResult",
     "Linear",
+    "Preview",
     "PrivateTuningResult",
     "SelectionResult",
     "Settings",
@@ -50,6 +54,7 @@ __all__ = [
     "TuningResult",
     "TwoLayers",
     "learning_rate_for",
+    "preview",
     "select_on_private",
     "settings_for",
     "settings_for_regression",

@@ -86,7 +86,7 @@ def settings_for(
     key = {"budget": asdict(budget), "shape": asdict(shape), "hidden": hidden}
     return _kept(
         {**key, "fixed": fixed.to_dict()},
-        lambda: _chosen(budget, shape, _model(shape, hidden), fixed, progress),
+        lambda: _chosen(budget, shape, model_for(shape, hidden), fixed, progress),
     )
 
 
@@ -131,7 +131,8 @@ def learning_rate_for(model: nn.Module, plan: Plan, features: int) -> float:
     return settings.candidate.lr / (shares * longer)
 
 
-def _model(shape: Shape, hidden: int) -> Model:
+def model_for(shape: Shape, hidden: int) -> Model:
+    """Makes the model: linear, or with one hidden layer of so many units."""
     ends = shape.features, shape.classes
     return TwoLayers(ends[0], hidden, ends[1]) if hidden else Linear(*ends)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from diminuendo._validate import Vector
 from diminuendo.budget import Budget
 from diminuendo.replicas.engine import train
+from diminuendo.replicas.initial import initialise
 from diminuendo.replicas.replica import Model, Outcome
 from diminuendo.tuning.auxiliary import Labelled
 from diminuendo.tuning.space import Candidate
@@ -21,6 +24,8 @@ from diminuendo.tuning.space import Candidate
 Objective = Literal["train-loss", "test-loss", "test-error"]
 OBJECTIVES: tuple[Objective, ...] = ("train-loss", "test-loss", "test-error")
 FIRST_HELD_OUT_SEED = 1_000_000
+SMALL = 4_000_000
+"""Parameters × examples below which a model is trained by one thread."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,17 @@ class Value:
     accuracy: float
 
 
+@contextmanager
+def _few_threads(work: int) -> Iterator[None]:
+    """One thread for small work: several would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if work < SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @dataclass
 class Judge:
     """Trains candidates; run i of all of them has the same data, start and noise directions.
@@ -62,6 +78,14 @@ class Judge:
     seed: int = 0
     device: torch.device | str | None = None
     done: dict[tuple[Candidate, int], Value] = field(default_factory=dict)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """How many parameters each model has."""
+        return {
+            name: sum(p.numel() for p in initialise(model, 0).parameters())
+            for name, model in self.models.items()
+        }
 
     def means(self, candidates: Sequence[Candidate], repeats: int) -> Vector:
         """The mean objective of each candidate's first `repeats` runs on the search's data."""
@@ -98,14 +122,15 @@ class Judge:
                 candidate.replica(self.budget, seed=self.seed + number, share=share)
                 for candidate, number in pairs
             ]
-            outcomes = train(
-                self.models[name],
-                sets.train[place],
-                replicas,
-                evaluate={"test": sets.test[place]} if sets.test else None,
-                device=self.device,
-                progress=False,
-            )
+            with _few_threads(self._sizes[name] * sets.examples):
+                outcomes = train(
+                    self.models[name],
+                    sets.train[place],
+                    replicas,
+                    evaluate={"test": sets.test[place]} if sets.test else None,
+                    device=self.device,
+                    progress=False,
+                )
             for pair, outcome in zip(pairs, outcomes, strict=True):
                 self.done[pair] = self._value(outcome)
 

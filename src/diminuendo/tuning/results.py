@@ -51,7 +51,7 @@ class Choice:
     def clip(self) -> Clip:
         """The clipping rule, for `fit(clip=…)`."""
         rules = {"flat": Flat, "automatic": Automatic, "per-layer": PerLayer}
-        rule: Clip = rules[self.candidate.clipping](self.candidate.clip)
+        rule: Clip = rules[self.candidate.clipping](self.plan.clip)
         return rule
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import average_precision_score, roc_auc_score
 from sklearn.model_selection import GridSearchCV, GroupKFold, cross_validate
+from sklearn.preprocessing import StandardScaler
 
 import diminuendo as dim
 from diminuendo import Budget, BudgetRefused, InputError, Ledger
@@ -22,7 +24,9 @@ from diminuendo.adapters.sklearn import (
     PrivateScaler,
     PublicScaler,
     SearchCost,
+    estimators,
 )
+from diminuendo.training import fit
 from diminuendo.tuning import ChosenSettings, Shape, Space
 
 pytestmark = pytest.mark.filterwarnings("ignore::diminuendo.PlanWarning")
@@ -108,6 +112,8 @@ def test_two_classes_have_one_decision_and_scorers_work() -> None:
         ({"epsilon": 0.1, "scaler": PrivateScaler(-5, 5, epsilon=0.2)}, None, "whole budget"),
         ({"scaler": PublicScaler(100, 101)}, None, "most values of column"),
         ({"scaler": PublicScaler(1, 0)}, None, "above low"),
+        ({"scaler": StandardScaler()}, None, "PublicScaler or a PrivateScaler"),
+        ({"scaler": 3}, None, "PublicScaler or a PrivateScaler"),
     ],
 )
 def test_what_is_refused_before_anything_is_released(
@@ -277,3 +283,23 @@ def test_what_tune_found_goes_straight_in() -> None:
     )
     with pytest.raises(InputError, match="flat clipping"):
         PrivateClassifier(plan=automatic).fit(x, y)
+
+
+def test_a_fit_that_is_stopped_leaves_the_last_one_and_stops_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = data()
+    model = PrivateClassifier(steps=3, lr=1.0, clip=1.0).fit(x, y)
+    before = model.model_
+
+    def stopped(*given: Any, **more: Any) -> Any:
+        return replace(fit(*given, **more), status="interrupted")
+
+    monkeypatch.setattr(estimators, "fit", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, np.arange(300) % 3)
+    assert model.model_ is before
+    assert list(model.classes_) == ["no", "yes"]
+    search = GridSearchCV(model, {"lr": [0.1, 1.0]}, cv=2)
+    with pytest.warns(SearchCost), pytest.raises(KeyboardInterrupt):
+        search.fit(x, y)

@@ -8,11 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.pipeline import Pipeline
 
 from diminuendo import Budget, BudgetRefused, InputError, Ledger
-from diminuendo.adapters.sklearn import PrivateScaler, PublicEncoder, PublicScaler
+from diminuendo.adapters.sklearn import (
+    PrivateClassifier,
+    PrivateScaler,
+    PublicEncoder,
+    PublicScaler,
+)
 
 
 def test_the_public_scaler_depends_on_the_bounds_alone() -> None:
@@ -105,3 +112,22 @@ def test_the_encoder_depends_on_the_categories_alone() -> None:
         PublicEncoder().fit(x)
     with pytest.raises(InputError, match="unknown"):
         PublicEncoder([["no"], ["A"]], unknown="drop").fit(x)
+
+
+def test_the_scaler_protects_persons_where_it_is_told_who_they_are() -> None:
+    x = np.zeros((60, 2))
+    persons = np.arange(60) // 3
+    scaler = PrivateScaler(-1, 1, epsilon=1.0).fit(x, groups=persons)
+    assert scaler.result_.unit == "group"
+    assert PrivateScaler(-1, 1, epsilon=1.0).fit(x).result_.unit == "example"
+    with sklearn.config_context(enable_metadata_routing=True):
+        steps = [
+            ("scale", PrivateScaler(-1, 1).set_fit_request(groups=True)),
+            (
+                "learn",
+                PrivateClassifier(steps=2, lr=1.0, clip=1.0).set_fit_request(groups=True),
+            ),
+        ]
+        fitted = Pipeline(steps).fit(x, np.arange(60) % 2, groups=persons)
+    assert [step.result_.unit for _, step in fitted.steps] == ["group", "group"]
+    assert fitted.steps[1][1].plan_.examples == 20

@@ -81,7 +81,6 @@ class Saving:
             _EXTRA: {
                 "run": private.state_dict(),
                 "before": accountant.before(private),
-                "smallest_part": private.sampler.smallest,
                 "journal": None if journal is None else str(journal.path.absolute()),
             },
         }
@@ -143,9 +142,6 @@ class Saving:
         if extra["journal"] is not None and private.journal is None:
             private.journal = Journal(_found(extra["journal"], path), run.plan)
         private.load_state_dict(extra["run"])
-        # How finely batches were split decides what rounding may cost, from the first step on.
-        limits = [limit for limit in (private.sampler.smallest, extra["smallest_part"]) if limit]
-        private.sampler.smallest = min(limits, default=None)
         accountant.load_state_dict(history)
         return content
 

@@ -88,7 +88,7 @@ class PrivacyEngine(Validating, Saving):
         """
         del rand_on_empty  # an empty draw is a batch of no rows, whatever the model makes of it
         module, optimizer, loader = given_parts(module, optimizer, data_loader)
-        options.check(module, loader, batch_first, poisson_sampling, grad_sample_mode)
+        options.check(module, optimizer, loader, batch_first, poisson_sampling, grad_sample_mode)
         self.validate(module=module)
         sigma, rate = checked_sigma(noise_multiplier), 1 / len(loader)
         factor = options.factors(schedule)
@@ -149,7 +149,7 @@ class PrivacyEngine(Validating, Saving):
         """
         del rand_on_empty
         module, optimizer, loader = given_parts(module, optimizer, data_loader)
-        options.check(module, loader, batch_first, poisson_sampling, grad_sample_mode)
+        options.check(module, optimizer, loader, batch_first, poisson_sampling, grad_sample_mode)
         self.validate(module=module)
         if len(self.accountant):
             raise InputError(

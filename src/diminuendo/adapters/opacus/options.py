@@ -42,6 +42,7 @@ class Wanted(TypedDict):
 
 def check(
     module: nn.Module,
+    optimizer: torch.optim.Optimizer,
     loader: Any,
     batch_first: bool,
     poisson_sampling: bool,
@@ -54,6 +55,13 @@ def check(
             name="data_loader",
             value=type(loader).__name__,
             remedy="An iterable dataset cannot be Poisson-sampled.",
+        )
+    if len(loader) == 0:
+        raise InputError(
+            "at least 1",
+            name="the number of batches of data_loader",
+            value=0,
+            remedy="With drop_last=True a dataset smaller than batch_size has none.",
         )
     _check_sampler(loader)
     for name, value in (("batch_first", batch_first), ("poisson_sampling", poisson_sampling)):
@@ -71,6 +79,17 @@ def check(
             remedy="In a torch.distributed group ranks share each batch and sum before noise is "
             "added; no wrapper is needed.",
         )
+    for name, part, inside in (
+        ("module", module, "_module"),
+        ("optimizer", optimizer, "original_optimizer"),
+    ):
+        if type(part).__module__.split(".")[0] == "opacus":
+            raise InputError(
+                "one that Opacus has not made private",
+                name=name,
+                value=type(part).__name__,
+                remedy=f"Give what is inside ({name}.{inside}).",
+            )
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:

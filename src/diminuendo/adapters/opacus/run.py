@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diminuendo import _validate
+from diminuendo.adapters._stepping import set_secret_randomness
 from diminuendo.errors import BudgetRefused, DiminuendoError, InputError, UsageError
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
@@ -89,6 +90,7 @@ class Run:
                 )
             last = min(last, self.plan.steps)
         loader = self.loader
+        set_secret_randomness(private)  # a script's own seed is known to whoever reads the script
         yield from private.batches(
             loader.dataset,
             epochs=1,

@@ -22,7 +22,7 @@ from sklearn.pipeline import FeatureUnion, Pipeline
 from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, PolynomialFeatures
 from sklearn.utils import get_tags
 
-from diminuendo import accounting
+from diminuendo import _validate, accounting
 from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused
 from diminuendo.events import GaussianStep
@@ -70,6 +70,18 @@ def warn_of_uncovered_steps(estimator: Any) -> None:
                 NotCovered,
                 stacklevel=3,
             )
+
+
+def warn_of_seed(random_state: Any) -> None:
+    """Warn where noise can be predicted; an InputError where it is no seed."""
+    if random_state is not None:
+        _validate.count("random_state", random_state, at_least=0)
+        warnings.warn(
+            "random_state is fixed, so the noise can be predicted: what is fitted is NOT private. "
+            "Leave it out but for tests.",
+            NotCovered,
+            stacklevel=4,
+        )
 
 
 def covered(step: Any) -> bool:

@@ -3,72 +3,46 @@
 from __future__ import annotations
 
 import secrets
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import nn
 
 from diminuendo import _validate, accounting
 from diminuendo.adapters.sklearn import around
-from diminuendo.adapters.sklearn.around import Cost
+from diminuendo.adapters.sklearn.planned import Planned
 from diminuendo.adapters.sklearn.preprocessing import (
     PrivateScaler,
     event_of,
     nn_zero,
     paid_by,
 )
-from diminuendo.budget import Budget
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.events import GaussianStep
 from diminuendo.ledger import Ledger
-from diminuendo.planning import Plan, plan
-from diminuendo.planning.planner import steps_of
+from diminuendo.planning import Plan
 from diminuendo.spending import from_ledger
 from diminuendo.training import fit
 from diminuendo.training.groups import Groups
 from diminuendo.tuning import (
-    Candidate,
     Settings,
-    Shape,
     Space,
-    settings_for,
     settings_for_regression,
 )
-from diminuendo.tuning.space import make_plan
 
 
-class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
+class _PrivateEstimator(Planned):
     """What both estimators do: check everything, then plan, pay and train.
 
     Fitted attributes: `model_` (a torch module), `plan_`, `result_` (what training spent),
     `scaler_`, `epsilon_` (the ε of everything that the fit released), `n_iter_` (steps).
     """
-
-    epsilon: float
-    delta: float
-    plan: Plan | Any
-    steps: int | None
-    epochs: float | None
-    lr: float | None
-    clip: float | None
-    gamma: float | None
-    schedule: str | None
-    momentum: float | None
-    sampling_rate: float
-    hidden: int
-    scaler: Any
-    ledger: str | None
-    budget: str | None
-    random_state: int | None
-    progress: bool
 
     def _read(self, X: ArrayLike, y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Features in the precision that comes next, and what `y` holds."""
@@ -86,13 +60,13 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Everything but reading `y`. Nothing is released before all of it has been checked."""
         around.warn_of_uncovered_steps(self)
-        if self.random_state is not None:
-            _validate.count("random_state", self.random_state, at_least=0)
-            warnings.warn(
-                "random_state is fixed, so the noise can be predicted: this model is NOT private. "
-                "Leave it out but for tests.",
-                around.NotCovered,
-                stacklevel=3,
+        around.warn_of_seed(self.random_state)
+        if self.scaler is not None and not getattr(self.scaler, "covered_by_privacy", False):
+            raise InputError(
+                "a PublicScaler or a PrivateScaler",
+                name="scaler",
+                value=self.scaler,
+                remedy="What another one learns from the data is covered by no claim.",
             )
         persons = Groups.of(groups)
         rows, columns = features.shape
@@ -109,15 +83,14 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         events = (*([] if scaling is None else [scaling]), *planned.events)
         if account is not None and scaling is not None:
             _refuse_beyond(account, events)
-        if self.scaler is not None:
-            scaler = clone(self.scaler)
+        scaler = None if self.scaler is None else clone(self.scaler)
+        if scaler is not None:
             if isinstance(scaler, PrivateScaler):
                 scaler.set_params(random_state=self.random_state)
                 scaler.fit_within(features, persons, account)
             else:
                 scaler.fit(features)
             features = np.asarray(scaler.transform(features), dtype=np.float32)
-            self.scaler_ = scaler
         self.result_ = fit(
             model,
             (torch.tensor(features), targets),
@@ -129,115 +102,14 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             seed=self.random_state,
             progress=self.progress,
         )
+        if self.result_.status == "interrupted":
+            raise KeyboardInterrupt  # a search would otherwise go on with its next fit
+        if scaler is not None:
+            self.scaler_ = scaler
         self.plan_, self.model_, self.n_iter_ = planned, model, self.result_.steps
         released = (*([] if scaling is None else [scaling]), *self.result_.events)
         whole = planned.budget if scaling is None else self._budget()
         self.epsilon_ = accounting.claim(released, whole)
-
-    def _budget(self) -> Budget:
-        return Budget(epsilon=self.epsilon, delta=self.delta)
-
-    def _planned(
-        self, examples: int, columns: int, outputs: int, parameters: int, scaling: Any
-    ) -> tuple[Plan, float]:
-        """The plan and its learning rate; with what scaling releases, within the budget."""
-        if self.plan is not None:
-            return self._given_plan(examples, scaling)
-        budget = self._budget()
-        make, lr = self._maker(examples, columns, outputs, parameters)
-        return (make(budget) if scaling is None else _beside(scaling, budget, make)), lr
-
-    def _given_plan(self, examples: int, scaling: Any) -> tuple[Plan, float]:
-        """A plan or what `tune` chose, with its learning rate."""
-        chosen: Any = getattr(self.plan, "best", self.plan)  # of a TuningResult
-        given = getattr(chosen, "plan", chosen)
-        if not isinstance(given, Plan):
-            raise InputError("a Plan, or what tune found", name="plan", value=self.plan)
-        if given is not chosen:
-            self._check_choice(chosen)
-        if given.examples != examples:
-            raise InputError(
-                f"for the {examples} examples that there are",
-                name="the plan",
-                value=f"one for {given.examples}",
-                remedy="A fold of a cross-validation has fewer: give epsilon and delta there.",
-            )
-        if scaling is not None:
-            raise InputError(
-                "left out where a PrivateScaler is to share the budget",
-                name="plan",
-                value="given",
-                remedy="Give epsilon and delta, or scale in a Pipeline for a budget apart.",
-            )
-        lr = getattr(chosen, "lr", None) if given is not chosen and self.lr is None else self.lr
-        return given, _validate.positive("lr", lr, remedy="A plan alone does not tell it.")
-
-    def _check_choice(self, chosen: Any) -> None:
-        """What `tune` chose must be for a model of this kind."""
-        hidden, rule = getattr(chosen, "hidden", None), chosen.candidate.clipping
-        if hidden != self.hidden:
-            raise InputError(
-                f"that of the choice ({'a model of its own' if hidden is None else hidden})",
-                name="hidden",
-                value=self.hidden,
-                remedy='Or tune with models=[hidden units] or ["linear"] alone.',
-            )
-        if rule != "flat":
-            raise InputError(
-                "a choice with flat clipping",
-                name="plan",
-                value=rule,
-                remedy='Tune with space=Space(clipping="flat"), or train with fit.',
-            )
-
-    def _maker(
-        self, examples: int, columns: int, outputs: int, parameters: int
-    ) -> tuple[Callable[[Budget], Plan], float]:
-        """How to plan for a budget, and the learning rate: as given, the rest chosen."""
-        steps = self.steps
-        if self.epochs is not None:
-            steps = steps_of(self.epochs, self.steps, self.sampling_rate)
-        given = {"steps": steps, "lr": self.lr, "clip": self.clip}
-        left_out = [name for name, value in given.items() if value is None]
-        common: dict[str, Any] = {"examples": examples, "parameters": parameters}
-        if not left_out:
-            lr = _validate.positive("lr", self.lr)
-            common |= {"steps": steps, "clip": self.clip, "sampling_rate": self.sampling_rate}
-            common |= {"momentum": self.momentum, "schedule": self.schedule or "optimal"}
-            gamma = 0.98 if self.gamma is None else self.gamma
-            return lambda budget: plan(budget, gamma=gamma, **common), lr
-        candidate = self._choose(examples, columns, outputs, given, left_out)
-        if self.schedule is None and self.gamma is None:
-            return lambda budget: make_plan(candidate, budget, examples, parameters), candidate.lr
-        common |= {"steps": candidate.steps, "clip": candidate.clip}
-        common |= {"sampling_rate": self.sampling_rate, "momentum": candidate.momentum or None}
-        common |= {"schedule": self.schedule or "optimal", "gamma": self.gamma}
-        return lambda budget: plan(budget, **common), candidate.lr
-
-    def _choose(
-        self, examples: int, columns: int, outputs: int, given: dict[str, Any], missing: list[str]
-    ) -> Candidate:
-        """Good settings for what nobody gave, from synthetic data of the same public shape."""
-        own_noise = self.schedule is not None or self.gamma is not None
-        fixed = Space(
-            **given,
-            momentum=self.momentum,
-            sampling_rate=self.sampling_rate,
-            fall=1.0 if own_noise else None,
-            lr_shape="constant" if own_noise else None,
-        )
-        found = self._settings(examples, columns, outputs, fixed)
-        found.say(", ".join(missing), stacklevel=7)
-        return found.candidate
-
-    def _settings(self, examples: int, columns: int, outputs: int, fixed: Space) -> Settings:
-        """What is best on synthetic data of this shape."""
-        shape = Shape(
-            examples=examples, features=columns, classes=outputs, largest_norm=columns**0.5
-        )
-        return settings_for(
-            self._budget(), shape, hidden=self.hidden, fixed=fixed, progress=self.progress
-        )
 
     def _network(self, features: int, outputs: int) -> nn.Module:
         """Linear from zero, or with one hidden layer from random weights."""
@@ -259,26 +131,6 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.no_grad():
             outputs: np.ndarray = self.model_(torch.tensor(features)).numpy()
         return outputs
-
-    def cost_of_a_fit(self, changed: dict[str, Any]) -> Cost:
-        """What one fit costs with these parameters changed."""
-        own = type(self)(**self._with(changed))  # clone(self) would ask this again
-        if own.plan is not None:
-            best: Any = getattr(own.plan, "best", own.plan)
-            given: Plan = getattr(best, "plan", best)
-            return Cost(given.events, given.budget, paid_by(own.ledger, own.budget))
-        budget = own._budget()
-        if own.sampling_rate == 1:  # all full-batch plans of one budget cost the same
-            events: tuple[GaussianStep, ...] = (GaussianStep(noise_multiplier=budget.R**-0.5),)
-        elif own.lr is None or own.clip is None or (own.steps is None and own.epochs is None):
-            events = ()  # its settings are chosen when it is fitted
-        else:
-            events = own._planned(1000, 1, 2, 2, None)[0].events
-        return Cost(events, budget, paid_by(own.ledger, own.budget))
-
-    def _with(self, changed: dict[str, Any]) -> dict[str, Any]:
-        shallow = {name: value for name, value in changed.items() if "__" not in name}
-        return {**self.get_params(deep=False), **shallow}
 
     def __sklearn_clone__(self) -> Self:
         around.state_cost_of_search(self)
@@ -308,26 +160,6 @@ def _refuse_unscaled(features: np.ndarray) -> None:
             "deviations (scaler=PrivateScaler(low, high)), or give both lr and clip for features "
             "of this size.",
         )
-
-
-def _beside(first: GaussianStep, budget: Budget, make: Any) -> Plan:
-    """A plan whose steps, together with an earlier release, cost no more than the budget."""
-    left = budget.R - 1 / first.noise_multiplier**2
-    if left <= 0:
-        raise InputError(
-            "less than the whole budget",
-            name="what the scaler spends",
-            value=f"noise multiplier {first.noise_multiplier:.3g}",
-            remedy="Give the scaler a smaller epsilon, or the estimator a larger one.",
-        )
-    epsilon = budget.epsilon_of(left)
-    while epsilon > 0:
-        planned: Plan = make(replace(budget, epsilon=epsilon))
-        beyond = accounting.claim((first, *planned.events), budget) - budget.epsilon
-        if beyond <= 0:
-            return planned
-        epsilon -= 1.1 * beyond + 1e-9 * budget.epsilon
-    raise InputError("less than the whole budget", name="what the scaler spends", value=first)
 
 
 def _refuse_beyond(account: tuple[str | None, str], events: Sequence[GaussianStep]) -> None:
@@ -414,9 +246,9 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
         if (known[codes] != labels).any():
             raise InputError("among classes", name="a label in y", value="another")
-        self.classes_ = known
         loss = nn.CrossEntropyLoss(reduction="none")
         self._train(features, torch.tensor(codes), len(known), loss, groups)
+        self.classes_ = known
         return self
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:

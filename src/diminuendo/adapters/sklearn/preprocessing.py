@@ -23,13 +23,14 @@ from sklearn.preprocessing import OneHotEncoder
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from diminuendo import _validate
-from diminuendo.adapters.sklearn.around import Cost, state_cost_of_search
+from diminuendo.adapters.sklearn.around import Cost, state_cost_of_search, warn_of_seed
 from diminuendo.budget import Budget
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan, PlanWarning, plan
 from diminuendo.spending import from_ledger
 from diminuendo.training import fit
+from diminuendo.training.groups import Groups
 
 _MOST_OUTSIDE = 0.5
 
@@ -143,21 +144,25 @@ class PrivateScaler(_Scaler):
         self.budget = budget
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: Any = None) -> Self:
-        """Pay, then release means and deviations. `result_` says what was spent."""
+    def fit(self, X: ArrayLike, y: Any = None, groups: Any = None) -> Self:
+        """Pay, then release means and deviations. `result_` says what was spent.
+
+        groups  whose each row is, where several are one person's: the claim is then for persons,
+                and one row of each, drawn at random, enters the sums
+        """
         del y
-        unit = self._fit_bounds(X)
-        self._release(unit, self.plan_for(*unit.shape), None, paid_by(self.ledger, self.budget))
-        return self
+        warn_of_seed(self.random_state)
+        return self.fit_within(X, groups, paid_by(self.ledger, self.budget))
 
     def fit_within(self, X: ArrayLike, groups: Any, account: tuple[str | None, str] | None) -> Self:
-        """`fit` for an estimator that accounts for it: on its account, for persons if it has any.
+        """`fit` for an estimator that accounts for it, on its account.
 
         account  the ledger's URL and the budget that pay, or None
         """
         unit = self._fit_bounds(X)
-        persons = len(unit) if groups is None else len(groups)
-        self._release(unit, self.plan_for(persons, unit.shape[1]), groups, account)
+        persons = Groups.of(groups)
+        examples = len(unit) if persons is None else len(persons)
+        self._release(unit, self.plan_for(examples, unit.shape[1]), persons, account)
         return self
 
     def plan_for(self, examples: int, columns: int) -> Plan:

@@ -74,6 +74,10 @@ def create(
             "not once and for all."
         ),
     ] = None,
+    member: Annotated[
+        list[str] | None,
+        typer.Option(help="Who may open runs on it, a user or a team's role; repeatable."),
+    ] = None,
     two_persons: Annotated[
         bool,
         typer.Option(
@@ -113,6 +117,7 @@ def create(
         allow_second=allow_second,
         parent=under,
         window=window,
+        members=member or (),
         two_persons=two_persons,
     )
     print_budget(ledger, status, as_json, "Budget")

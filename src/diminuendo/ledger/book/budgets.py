@@ -36,6 +36,7 @@ class Budgets(Connected):
         typical: GaussianStep | None = None,
         parent: str | None = None,
         window: str | None = None,
+        members: list[str] | tuple[str, ...] = (),
         two_persons: bool = False,
         allow_second: bool = False,
         token: str | None = None,
@@ -49,6 +50,8 @@ class Budgets(Connected):
                       a team's or a year's share. Charges here count there too
         window        "day", "week", "month", "quarter" or "year": (ε, δ) for what is charged in
                       each of them, by the calendar in UTC. None: (ε, δ) once and for all
+        members       who may open runs here (a quota for a team or a user): users of the database,
+                      roles that they belong to, or users of the system. Nobody named: everybody
         two_persons   reclaiming a run, a second budget for the same data, a part of this budget,
                       and an import need two people: the first call is recorded as a proposal, the
                       same call by another person acts
@@ -68,6 +71,7 @@ class Budgets(Connected):
             order=order,
             parent=parent,
             window=window,
+            members=members,
             two_persons=two_persons,
         )
         work = functools.partial(operations.create, terms=terms, allow_second=allow_second)

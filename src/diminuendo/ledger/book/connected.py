@@ -66,8 +66,11 @@ class Connected:
 
     @property
     def head(self) -> Head:
-        """The last record of the chain: its number and digest, and the ledger's id."""
-        row = self._store.read(lambda c: c.execute(select(schema.head)).one())
+        """The last record of the chain: its number and digest, and the ledger's id.
+
+        It is on disk, so that it can be cited and published.
+        """
+        row = self._store.read(lambda c: c.execute(select(schema.head)).one(), durable=True)
         return Head(row.ledger, row.seq, row.digest)
 
     @property
@@ -120,9 +123,12 @@ class Connected:
         for row in self.raw_records(upto=upto, run=run):
             yield Record(**{**row, "body": json.loads(row["body"])})
 
-    def read_transaction(self, work: Callable[[Connection], Any]) -> Any:
-        """Run `work` on one state of the database (for `verify` and `export`)."""
-        return self._store.read(work)
+    def read_transaction(self, work: Callable[[Connection], Any], *, durable: bool = False) -> Any:
+        """Run `work` on one state of the database (for `verify` and `export`).
+
+        durable  return when that state is on disk
+        """
+        return self._store.read(work, durable=durable)
 
     def administer(self, work: Callable[[Connection], None]) -> None:
         """Run `work` on the database in one transaction, outside the chain (for `roles`)."""

@@ -161,7 +161,11 @@ class Runs(Budgets):
         generation: int | None = None,
         token: str | None = None,
     ) -> Run:
-        """End a run cleanly: `used` steps were taken; the cost of the others is given back."""
+        """End a run cleanly: `used` steps were taken; the cost of the others is given back.
+
+        Only the run's own process can say that. On a budget that needs two persons, everything
+        that was started stays spent, and `reclaim` gives back the rest of it.
+        """
         work = functools.partial(
             operations.close_run,
             run=run,
@@ -169,7 +173,7 @@ class Runs(Budgets):
             reason=text("reason", reason),
             generation=generation,
         )
-        same = operations.answers("close", run=run, body={"used": used})
+        same = operations.answers("close", run=run, also=lambda r: int(r.body["used"]) >= used)
         self._change(work, token=token, same=same)
         return self.run(run)
 

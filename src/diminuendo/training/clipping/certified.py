@@ -38,6 +38,8 @@ class Summation:
 
     def __init__(self) -> None:
         self.precise: dict[int, int] = {}
+        self.checks = False
+        """Whether some call had a sum of a shape that is checked, rather than known beforehand."""
 
     def parts(
         self, terms: list[Located], examples: int, sensitivity: float, allowance: float
@@ -48,6 +50,7 @@ class Summation:
         if _tame(terms, sensitivity):
             for part in terms:
                 part.term.relax(_KNOWN * allowance / examples)
+        self.checks = self.checks or any(part.term.checked for part in terms)
         quick = [part.term.checked and part.slot not in self.precise for part in terms]
         self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
         checked = [position for position, fast in enumerate(quick) if fast]

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diminuendo.training.clipping.backward import Backward
 from diminuendo.training.clipping.certificate import ALLOWANCE
-from diminuendo.training.clipping.certified import Buffers, Located, Summation, check_request
+from diminuendo.training.clipping.certified import Buffers, Summation, check_request
 from diminuendo.training.clipping.clip import Clip
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.errors import EngineError, place
@@ -45,9 +46,9 @@ from diminuendo.training.clipping.rounding import (
     coarse,
     joint_norm,
 )
-from diminuendo.training.clipping.tape import WHOLE, Piece, Tape
+from diminuendo.training.clipping.scaled import Scaled, made
+from diminuendo.training.clipping.tape import Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
-from diminuendo.training.cores import few
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -94,7 +95,6 @@ class Engine:
         self._probed: weakref.ref[Tensor] | None = None
         self._uses: Counter[Hashable] = Counter()
         self._installed: list[tuple[nn.Module, Any]] = []
-        self._ones = torch.ones(0)
         self._summation = Summation()
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
@@ -137,6 +137,7 @@ class Engine:
         self._sizes = {size for param in self.parameters for size in param.shape}
         made = {id(param): Made({id(param): param}) for param in self.parameters}
         self._root = Root(self._tape, Watch(self._tape, made), len(seen) < len(self.parameters))
+        self._backward = Backward(self._tape, self._root, self.names, self.parameters)
         for module, forward in plan:
             self._install(module, _outside_graphs(forward))
         self._install(model, self._root.around(model))
@@ -249,6 +250,14 @@ class Engine:
             with torch.autocast(device, enabled=False):
                 return self._clipped_sum(losses, clip, accumulate, scale, allowance)
 
+    @property
+    def checks(self) -> bool:
+        """Whether certified sums so far had shapes for which they may fail, with ``FAILURE``.
+
+        Where not, all their errors are bounded beforehand. Told from shapes, not from data.
+        """
+        return self._summation.checks
+
     def sensitivity_factor(self, certified: bool) -> float:
         """What the noise's sensitivity is to be multiplied by for rounding errors; at least 1.
 
@@ -269,30 +278,31 @@ class Engine:
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
-            empty = self.zeros(dtype) if accumulate is None else _made(accumulate)
+            empty = self.zeros(dtype) if accumulate is None else made(accumulate)
             return ClippedSum(empty, losses.detach().double())
         collected = Norms(self._slot, losses.shape[0], self._root)
-        self._backward(collected, losses)
+        self._backward.run(losses, collected.arrive)
         groups = [Group() for _ in self.layers] if clip.per_layer else [Group()]
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors = self._factors(groups, clip, losses)
         live, collected.live = collected.live, []
-        if allowance is not None:
-            return self._certified(live, groups, norms, factors, clip, accumulate, allowance)
-        factors = [self._lower(row) for row in factors]
+        if allowance is None:
+            factors = [self._lower(row) for row in factors]
+        scaled = Scaled(self.parameters, self._slot, self._layer_of, live, groups, factors)
         sums: list[Tensor] | None = None
-        if self._may_sum_twice(live, losses, accumulate):
-            sums = self._sums(live, groups, factors, accumulate, scale, keep=True)
+        if allowance is None and self._may_sum_twice(live, losses, accumulate):
+            sums = scaled.sums(accumulate, scale, keep=True)
         finite = _unless_all_finite(norms)
         if finite is not None:
-            sums, factors = None, [torch.where(finite, row, 0.0) for row in factors]
-            for piece in live:
-                piece.purge(finite)
-            for group in groups:
-                group.purge(finite)
-        if sums is None:
-            sums = self._sums(live, groups, factors, accumulate, scale)
+            sums = None
+            scaled.purge(finite)
+        if allowance is not None:
+            sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
+            check_request(sums)
+            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance)
+        elif sums is None:
+            sums = scaled.sums(accumulate, scale)
         for piece in live:
             piece.release()
         return ClippedSum(sums, norms, finite)
@@ -302,54 +312,6 @@ class Engine:
         dtype = upcast(self.parameters[0].detach()).dtype
         return factors if dtype is torch.float64 else factors.mul(_DOWN).to(dtype)
 
-    def _certified(
-        self,
-        live: list[Piece],
-        groups: list[Group],
-        norms: Tensor,
-        factors: Sequence[Tensor],
-        clip: Clip,
-        accumulate: Buffers | None,
-        allowance: float,
-    ) -> ClippedSum:
-        finite = _unless_all_finite(norms)
-        if finite is not None:
-            factors = [torch.where(finite, row, 0.0) for row in factors]
-            for piece in live:
-                piece.purge(finite)
-            for group in groups:
-                group.purge(finite)
-        terms = self._terms(live, groups, factors)
-        parts = self._summation.parts(terms, len(norms), clip.sensitivity, allowance)
-        sums = self.zeros(torch.float64) if accumulate is None else _made(accumulate)
-        check_request(sums)
-        for (slot, rows, _, _), part in zip(terms, parts, strict=True):
-            total = sums[slot] if rows is WHOLE else sums[slot][rows]
-            with few(part.numel()):
-                total.add_(part.reshape(total.shape))
-        for piece in live:
-            piece.release()
-        return ClippedSum(sums, norms, finite)
-
-    def _terms(
-        self, live: list[Piece], groups: list[Group], factors: Sequence[Tensor]
-    ) -> list[Located]:
-        """Everything that the sums consist of."""
-        terms: list[Located] = []
-        users = Counter(self._slot[id(param)] for piece in live for param in piece.params)
-        for group, row in zip(groups, factors, strict=True):
-            terms += [Located(slot, WHOLE, part, row) for slot, part in group.terms(row)]
-        done = {term.slot for term in terms}
-        for piece in live:
-            for param in piece.params:
-                slot = self._slot[id(param)]
-                if slot not in done:
-                    row = factors[self._layer_of[slot] if len(factors) > 1 else 0]
-                    for rows, term in piece.terms(param, row):
-                        part = term.of_shared(upcast(param.detach())) if users[slot] > 1 else term
-                        terms.append(Located(slot, rows, part, row))
-        return terms
-
     def _may_sum_twice(self, live: list[Piece], losses: Tensor, accumulate: Buffers | None) -> bool:
         """Whether to sum before it is known that all norms are finite, and again if they are not.
 
@@ -357,48 +319,6 @@ class Engine:
         """
         anew = accumulate is None or callable(accumulate)
         return losses.is_cuda and anew and sum([piece.entries for piece in live]) <= _LITTLE
-
-    def _sums(
-        self,
-        live: list[Piece],
-        groups: list[Group],
-        rows: Sequence[Tensor],
-        accumulate: Buffers | None,
-        scale: float,
-        keep: bool = False,
-    ) -> list[Tensor]:
-        """``sum_i c_i g_i`` for every parameter; the pieces let go of their data unless told to
-        ``keep`` it."""
-        params = self.parameters
-        sums: list[Tensor | None] = [None] * len(params)
-        if accumulate is not None:
-            sums = list(_made(accumulate))
-        done: set[int] = set()
-        for group, row in zip(groups, rows, strict=True):
-            parts = {slot: part.view(params[slot].shape) for slot, part in group.sums(row)}
-            done.update(parts)
-            if parts and accumulate is not None:
-                totals = [total for slot in parts if (total := sums[slot]) is not None]
-                torch._foreach_add_(totals, list(parts.values()), alpha=scale)
-            else:
-                for slot, part in parts.items():
-                    sums[slot] = part
-        for piece in live:
-            for param in piece.params:
-                slot = self._slot[id(param)]
-                if slot not in done:
-                    row = rows[self._layer_of[slot] if len(rows) > 1 else 0]
-                    total = sums[slot]
-                    if total is None:
-                        sums[slot] = piece.weighted_sum(param, row)
-                    else:
-                        piece.add_weighted(total, param, row, scale)
-            if not keep:
-                piece.release()
-        return [
-            torch.zeros_like(upcast(param.detach())) if total is None else total
-            for param, total in zip(params, sums, strict=True)
-        ]
 
     def check_losses(self, losses: Tensor) -> None:
         """Raise where ``clipped_sum`` could not work with these losses; changes nothing."""
@@ -459,7 +379,7 @@ class Engine:
         lowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
 
         def run(weights: Tensor, sketch: Sketch) -> None:
-            self._run_backward(losses, weights, sketch.arrive, keep=True)
+            self._backward.run(losses, sketch.arrive, weights, keep=True)
             sketch.finish()
 
         leaves = [node.variable for node in nodes(losses) if hasattr(node, "variable")]
@@ -472,61 +392,6 @@ class Engine:
         finally:
             for leaf, grad in stash:
                 leaf.grad = grad
-
-    def _backward(self, norms: Norms, losses: Tensor) -> None:
-        """One backward pass to the layers' outputs, which hand their gradients to ``norms``."""
-        self._run_backward(losses, self._ones_like(losses), norms.arrive, keep=False)
-
-    def _run_backward(
-        self, losses: Tensor, weights: Tensor, arrive: Callable[[Piece], None], keep: bool
-    ) -> None:
-        arrived: list[Piece] = []
-
-        def note(piece: Piece) -> None:
-            arrived.append(piece)
-            arrive(piece)
-
-        params = self.parameters
-        stash = [param.grad for param in params]
-        for param, grad in zip(params, stash, strict=True):
-            if grad is not None:
-                param.grad = None
-        try:
-            with self._tape.running(note), self._root.again(losses.shape[0]):
-                _backward(losses, weights, keep)
-            reached = [param.grad is not None for param in params]
-        finally:
-            for param, grad in zip(params, stash, strict=True):
-                if grad is not None or param.grad is not None:
-                    param.grad = grad
-        if any(reached):
-            self._refuse_direct_use(self.names[reached.index(True)], bool(arrived))
-
-    def _ones_like(self, losses: Tensor) -> Tensor:
-        """Ones, made anew only if the last ones do not fit or somebody wrote on them."""
-        ones = self._ones
-        if (
-            ones.shape != losses.shape
-            or ones.dtype != losses.dtype
-            or ones.device != losses.device
-            or ones._version
-        ):
-            ones = self._ones = torch.ones_like(losses)
-        return ones
-
-    def _refuse_direct_use(self, name: str, recorded: bool) -> None:
-        if not recorded:
-            raise EngineError(
-                "the forward pass was not recorded: run model(x) after Engine(model), and each "
-                "forward pass needs its own clipped_sum"
-            )
-        raise EngineError(
-            f"parameter '{name}' reaches the loss outside the model's forward (for example as a "
-            "penalty on weights, or in a part of the model that is called on its own), or through "
-            "a function that PyTorch does not let be watched (a torch.autograd.Function or a "
-            "compiled one), where its per-example gradient cannot be seen; do it within the "
-            "model's forward, with PyTorch's own operations"
-        )
 
     def _factors(
         self, groups: list[Group], clip: Clip, losses: Tensor
@@ -541,13 +406,6 @@ class Engine:
         return joint_norm(known), clip.factors(torch.stack(known)).unbind(0)
 
 
-def _backward(losses: Tensor, weights: Tensor, keep: bool) -> None:
-    """``torch.autograd.backward`` without its checks of shapes, which take a tenth of a small
-    step: the graph may be kept, nothing is differentiated twice, every leaf is served."""
-    autograd = torch.autograd.Variable._execution_engine
-    autograd.run_backward((losses,), (weights,), keep, False, (), True, True)
-
-
 def _unless_all_finite(norms: Tensor) -> Tensor | None:
     """Which of the norms are finite, or None where all are.
 
@@ -557,10 +415,6 @@ def _unless_all_finite(norms: Tensor) -> Tensor | None:
     if math.isfinite(norms.cpu().numpy().sum()):
         return None
     return norms.isfinite()
-
-
-def _made(buffers: Buffers) -> list[Tensor]:
-    return list(buffers() if callable(buffers) else buffers)
 
 
 def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:

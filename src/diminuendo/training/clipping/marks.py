@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diminuendo.training.clipping.rows import RULES, Rule
+from diminuendo.training.clipping.rules import RULES, Rule
 
 
 class Made:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diminuendo.training.clipping.choosing import indexed
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import RowsPiece, lift, padding_of
 from diminuendo.training.clipping.marks import Made, Operation
 from diminuendo.training.clipping.product import product
 from diminuendo.training.clipping.replay import replayed
-from diminuendo.training.clipping.rows import TAG, Rows, indexed
+from diminuendo.training.clipping.rows import TAG, Rows
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from diminuendo.training.clipping.choosing import ordered
 from diminuendo.training.clipping.lift import lift
 from diminuendo.training.clipping.marks import (
     EXPANDING,
@@ -30,16 +31,8 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import (
-    RULES,
-    TAG,
-    Copies,
-    Rows,
-    default,
-    guess,
-    ordered,
-    settled,
-)
+from diminuendo.training.clipping.rows import TAG, Copies, Rows, default, guess, settled
+from diminuendo.training.clipping.rules import RULES
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.tape import Tape

@@ -1,0 +1,103 @@
+"""What every operation does to the place of the examples, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from diminuendo.training.clipping import choosing, reshaping
+from diminuendo.training.clipping.rows import Rows
+
+Rule = Callable[[Sequence[Any], dict[str, Any], Tensor, Rows, Tensor, int], Rows]
+"""(args, kwargs, source, its rows, output, number of the output) -> the output's rows."""
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+            "reshape_as",
+            "_unsafe_view",
+            "ravel",
+            "squeeze_",
+            "unsqueeze_",
+        ),
+        reshaping.reshaped,
+    ),
+    "permute": reshaping.permuted,
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "transpose_"), reshaping.transposed),
+    **dict.fromkeys(("t", "T", "t_"), reshaping.flipped),
+    **dict.fromkeys(("mT", "mH", "adjoint"), reshaping.last_two),
+    **dict.fromkeys(("movedim", "moveaxis"), reshaping.moved),
+    **dict.fromkeys(
+        (
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "any",
+            "all",
+            "argmax",
+            "argmin",
+            "norm",
+            "logsumexp",
+            "prod",
+            "std",
+            "var",
+            "median",
+            "mode",
+            "select",
+            "vector_norm",
+            "nansum",
+            "nanmean",
+            "count_nonzero",
+            "aminmax",
+        ),
+        reshaping.reduced,
+    ),
+    "stack": reshaping.stacked,
+    **dict.fromkeys(("cat", "concat", "concatenate"), choosing.joined),
+    **dict.fromkeys(
+        ("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"),
+        choosing.split,
+    ),
+    "unbind": choosing.unbound,
+    "index_select": choosing.selected,
+    "repeat": choosing.repeated,
+    "repeat_interleave": choosing.interleaved,
+    "einsum": reshaping.equation,
+    "__getitem__": choosing.got,
+    "masked_select": choosing.masked,
+    "embedding": choosing.looked_up,
+    "one_hot": choosing.looked_up,
+    **dict.fromkeys(
+        (
+            "__setitem__",
+            "index_add",
+            "index_add_",
+            "index_put",
+            "index_put_",
+            "index_copy",
+            "index_copy_",
+            "scatter",
+            "scatter_",
+            "scatter_add",
+            "scatter_add_",
+            "scatter_reduce",
+            "scatter_reduce_",
+            "masked_scatter",
+            "masked_scatter_",
+            "copy_",
+        ),
+        choosing.written,
+    ),
+}
