@@ -284,3 +284,15 @@ def test_a_loss_that_cannot_be_used_costs_nothing() -> None:
         private.backward(LOSS(model(bx), by))
         assert private.spending.steps == 1
         break
+
+
+def test_rows_of_one_number() -> None:
+    """Token ids, one for each example, in another order than they were drawn in."""
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 2)).double()
+    tokens, labels = torch.arange(40), torch.arange(40) % 2
+    plan = dim.plan((50, 1e-5), examples=40, parameters=210, steps=2)
+    private = PrivateGradients(model, plan, seed=1)
+    for x, y in private.batches((tokens, labels)):
+        order = torch.arange(len(x) - 1, -1, -1)
+        private.backward(LOSS(model(x[order]), y[order]))
+    assert private.step == 2

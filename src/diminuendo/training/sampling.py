@@ -164,7 +164,7 @@ class Drawn(NamedTuple):
             if rows.shape != part.shape or rows.dtype != whole.dtype:
                 continue
             given = rows.detach().to(whole.device)
-            off = given[(given != part).flatten(1).any(1)][:_COMPARED]
+            off = given[_flat(given != part).any(1)][:_COMPARED]
             elsewhere = [_count(whole, row) for row in off if not _count(part, row)]
             if len(elsewhere) > 1 and set(elsewhere) == {1}:
                 return True
@@ -175,7 +175,12 @@ _COMPARED = 16
 
 
 def _count(rows: Tensor, row: Tensor) -> int:
-    return int((rows == row).flatten(1).all(1).sum())
+    return int(_flat(rows == row).all(1).sum())
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """As a table; a row may be one number."""
+    return rows.flatten(1) if rows.dim() > 1 else rows[:, None]
 
 
 class _Lists:

@@ -329,6 +329,27 @@ def test_the_same_on_a_gpu(kind: type[Model]) -> None:
         close(total.cpu(), other, 1e-9, "sum", 1e-3)
 
 
+def test_dropout_on_a_learned_bias() -> None:
+    """Attention that is repeated would draw another dropout."""
+
+    class Dropped(Bias):
+        def body(self, x: Tensor) -> Tensor:
+            n, t, d = x.shape
+            bias = self.bias(torch.arange(t)[:, None] - torch.arange(t) + t - 1).permute(2, 0, 1)
+            q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5)
+            return mixed.transpose(1, 2).reshape(n, t, d)
+
+    model, x = Dropped(), torch.randn(7, 7, 2)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(logits(model, (x,)).sum(), list(model.parameters()))
+    with Engine(model) as engine:
+        torch.manual_seed(3)
+        result = engine.clipped_sum(logits(model, (x,)), Flat(1e6))
+    for name, actual, total in zip(engine.names, result.sums, expected, strict=True):
+        close(actual, total, 1e-10, name, 1e-3)
+
+
 class Across(Model):
     """Attention across the batch."""
 

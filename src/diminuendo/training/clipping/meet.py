@@ -140,6 +140,22 @@ def _joined(
     return func(fixed, *args[1:], **{key: v for key, v in kwargs.items() if key != "tensors"})
 
 
+def _attention(
+    watch: Watch, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Attention with a learned bias on its scores: repeating it would draw another dropout."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    q, k, v, bias, dropout, causal, scale, shared = _named(names, args, kwargs)
+    rows = watch.settle(q)
+    if rows is None or not 0 <= rows.dim < q.dim() - 2 or watch.made_of(bias) is None:
+        return NotImplemented
+    if any(watch.made_of(part) is not None for part in (q, k, v)):
+        return NotImplemented
+    spread = lift(watch, bias, torch.Size((*q.shape[:-1], k.shape[-2])), rows)
+    more = {} if shared is None else {"enable_gqa": shared}
+    return func(q, k, v, spread, dropout or 0.0, bool(causal), scale=scale, **more)
+
+
 def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     known = dict(zip(names, args, strict=False))
     known.update(kwargs)
@@ -298,5 +314,6 @@ _RULES: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "__setitem__": _written,
     "masked_fill": _filled,
+    "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
 }
