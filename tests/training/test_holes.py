@@ -744,15 +744,19 @@ def test_a_row_that_changes_with_the_size_of_the_draw_is_refused_unpaid(own_loop
         sampling_rate=0.5, gamma=0.98,
     )  # fmt: skip
     spending = PlanSpending(plan)
+
+    def loop() -> None:
+        model = OverSize(3, 2)
+        private = PrivateGradients(model, plan, spending=spending)
+        for bx, by in private.batches((x, y)):
+            private.backward(each(model(bx), by))
+
+    def fitted() -> None:
+        fit(
+            nn.Linear(3, 2), (x, y), plan, lr=0.1, spending=spending, progress=False,
+            loss=lambda outputs, labels: each(outputs, labels) / len(labels),
+        )  # fmt: skip
+
     with pytest.raises(InputError, match="whatever the other examples"):
-        if own_loop:
-            model = OverSize(3, 2)
-            private = PrivateGradients(model, plan, spending=spending)
-            for bx, by in private.batches((x, y)):
-                private.backward(each(model(bx), by))
-        else:
-            fit(
-                nn.Linear(3, 2), (x, y), plan, lr=0.1, spending=spending, progress=False,
-                loss=lambda outputs, labels: each(outputs, labels) / len(labels),
-            )  # fmt: skip
+        (loop if own_loop else fitted)()
     assert not spending.granted

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.pipeline import make_pipeline
 
 from diminuendo import Budget, BudgetRefused, InputError, Ledger
 from diminuendo.adapters.sklearn import (
+    NotCovered,
     PrivateClassifier,
     PrivateScaler,
     PublicEncoder,
@@ -111,6 +113,17 @@ def test_a_ledger_that_would_not_be_charged_is_refused(tmp_path: Path) -> None:
     PrivateClassifier(scaler=scaler, **paid, **given).fit(x, x[:, 0] > 0)
     with Ledger(url) as ledger:
         assert ledger.status("rows").spent > 0
+
+
+def test_a_scaler_before_a_claim_for_persons_is_for_persons_too() -> None:
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    persons = np.repeat(np.arange(20), 3)
+    given: dict[str, Any] = {"steps": 2, "lr": 0.1, "clip": 1.0, "classes": [0, 1]}
+    both = make_pipeline(PrivateScaler(-4, 4), PrivateClassifier(**given))
+    with pytest.warns(NotCovered, match="privatescaler"):
+        both.fit(x, x[:, 0] > 0, privateclassifier__groups=persons)
+    both.fit(x, x[:, 0] > 0, privateclassifier__groups=persons, privatescaler__groups=persons)
+    assert (both[0].result_.unit, both[1].result_.unit) == ("group", "group")
 
 
 def test_the_encoder_depends_on_the_categories_alone() -> None:

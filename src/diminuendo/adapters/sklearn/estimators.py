@@ -59,7 +59,7 @@ class _PrivateEstimator(Planned):
         groups: Any,
     ) -> None:
         """Everything but reading `y`. Nothing is released before all of it has been checked."""
-        around.warn_of_uncovered_steps(self)
+        around.warn_of_uncovered_steps(self, grouped=groups is not None)
         around.warn_of_seed(self.random_state)
         if self.scaler is not None and not getattr(self.scaler, "covered_by_privacy", False):
             raise InputError(

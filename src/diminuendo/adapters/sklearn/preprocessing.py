@@ -30,6 +30,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan, PlanWarning, plan
 from diminuendo.spending import from_ledger
 from diminuendo.training import fit
+from diminuendo.training.groups import Groups
 
 _MOST_OUTSIDE = 0.5
 
@@ -143,13 +144,14 @@ class PrivateScaler(_Scaler):
         self.budget = budget
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: Any = None) -> Self:
-        """Pay, then release means and deviations. `result_` says what was spent."""
+    def fit(self, X: ArrayLike, y: Any = None, groups: Any = None) -> Self:
+        """Pay, then release means and deviations. `result_` says what was spent.
+
+        groups  whose each row is, where several are one person's: the claim is then for persons
+        """
         del y
         warn_of_seed(self.random_state)
-        unit = self._fit_bounds(X)
-        self._release(unit, self.plan_for(*unit.shape), None, paid_by(self.ledger, self.budget))
-        return self
+        return self.fit_within(X, Groups.of(groups), paid_by(self.ledger, self.budget))
 
     def fit_within(self, X: ArrayLike, groups: Any, account: tuple[str | None, str] | None) -> Self:
         """`fit` for an estimator that accounts for it: on its account, for persons if it has any.
