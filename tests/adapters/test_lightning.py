@@ -123,6 +123,28 @@ def test_what_training_step_logs_is_dropped_unless_revealed(tmp_path: Path) -> N
         assert strategy.result.epsilon == planned().epsilon
 
 
+def test_what_hooks_of_training_log_is_dropped_too(tmp_path: Path) -> None:
+    class Remembers(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.last = super().training_step(batch, batch_idx)
+            return self.last
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.log("of_batch", self.last.detach().mean())
+
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"of_epoch": self.last.detach().mean()})
+
+    module = Remembers()
+    for reveal in (False, True):
+        run = trainer(tmp_path, PrivateStrategy(planned(), reveal_training_metrics=reveal))
+        run.fit(module, loader(), loader())
+        names = {"train_loss", "of_batch", "of_epoch"}
+        assert names & set(run.callback_metrics) == (names if reveal else set())
+        assert "val_loss" in run.callback_metrics
+        assert "log" not in vars(module)
+
+
 def test_losses_that_cannot_be_taken_apart_are_refused_unpaid(tmp_path: Path) -> None:
     class Rooted(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -1121,3 +1121,29 @@ def test_a_checkpoint_of_opacus_counts_as_spent(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="on top of target_epsilon"):
         engine.load_checkpoint(path=tmp_path / "theirs.pt", module=model, optimizer=optimizer)
     assert torch.equal(parameters(model), parameters(network()))
+
+
+def test_a_plain_gradient_on_top_of_the_private_one_is_refused() -> None:
+    inner = nn.Linear(3, 2)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=inner,
+        optimizer=torch.optim.SGD(inner.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for bx, by in loader:
+        functional.cross_entropy(model(bx), by).backward()
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.1)  # post-processing
+        optimizer.step()
+        optimizer.zero_grad()
+    for bx, by in loader:
+        functional.cross_entropy(model(bx), by).backward()
+        break
+    functional.linear(bx, inner.weight).square().mean().backward()
+    with pytest.raises(UsageError, match="not the private gradient"):
+        optimizer.step()
+    engine.close()

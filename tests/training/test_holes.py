@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import diminuendo as dim
 from diminuendo.errors import InputError, UsageError
 from diminuendo.spending import PlanSpending
-from diminuendo.training import PrivateGradients
+from diminuendo.training import PrivateGradients, fit
 from diminuendo.training.sampling import Part, draw
 from diminuendo.training.seeds import Seeds
 
@@ -728,3 +728,35 @@ def test_writes_during_the_backward_pass(by: str) -> None:
         private.backward(losses)
     assert all(p.grad is None for p in model.parameters())
     assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_row_that_changes_with_the_size_of_the_draw_is_refused_unpaid(own_loop: bool) -> None:
+    class OverSize(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / len(x)
+
+    each = nn.CrossEntropyLoss(reduction="none")
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    plan = dim.plan(
+        dim.Budget(epsilon=4, delta=1e-5), examples=40, parameters=8, steps=3, clip=1.0,
+        sampling_rate=0.5, gamma=0.98,
+    )  # fmt: skip
+    spending = PlanSpending(plan)
+
+    def loop() -> None:
+        model = OverSize(3, 2)
+        private = PrivateGradients(model, plan, spending=spending)
+        for bx, by in private.batches((x, y)):
+            private.backward(each(model(bx), by))
+
+    def fitted() -> None:
+        fit(
+            nn.Linear(3, 2), (x, y), plan, lr=0.1, spending=spending, progress=False,
+            loss=lambda outputs, labels: each(outputs, labels) / len(labels),
+        )  # fmt: skip
+
+    with pytest.raises(InputError, match="whatever the other examples"):
+        (loop if own_loop else fitted)()
+    assert not spending.granted

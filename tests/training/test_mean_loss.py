@@ -334,3 +334,22 @@ def test_structures_of_outputs_are_kept() -> None:
     assert isinstance(marked["rest"][0], Tracked)
     assert marked["n"] == 3
     assert marked["rest"][1] is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: functional.mse_loss(out, y),
+        lambda out, y: functional.l1_loss(out, y, reduction="none").mean(),
+        lambda out, y: ((out - y) ** 2).mean(),
+        lambda out, y: ((y - out) ** 2).mean(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_labels_are_not_spread_over_all_examples(loss: Callable[[Any, Tensor], Any]) -> None:
+    _, out, _ = outputs(N, 1)
+    with pytest.raises(UsageError, match="labels of all others"):
+        loss(out, torch.arange(float(N)))
+    _, out, taken = outputs(N, 1)
+    loss(out, torch.arange(float(N)).unsqueeze(1)).backward()
+    assert taken.reduced is not None

@@ -14,8 +14,8 @@ apart exactly: a loss with `reduction="mean"`, `.mean()`, sums of these and mult
 Anything else is refused before the first step is paid.
 
 What the claim covers: the model after every step, with everything that is computed from it. What
-`training_step` logs is computed from private rows, and is dropped. Not covered, and charged to
-nobody: validation metrics on private rows, and choices made by them.
+`training_step` and other hooks of training log is computed from private rows, and is dropped. Not
+covered, and charged to nobody: validation metrics on private rows, and choices made by them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                True states that validation has no private rows; only then may its metrics choose
                the model or the end (`EarlyStopping`, `ModelCheckpoint(monitor=…)`)
     reveal_training_metrics
-               lets what `training_step` logs through, which the claim does not cover
+               lets what training logs through, which the claim does not cover
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().on_train_start()
         self.result = None
         private = self._private = self._attach()
+        self._drop_logs(True)
         if self._saved is None:
             private.begin()
         else:
@@ -257,22 +258,27 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _losses(self, batch: Any, *rest: Any) -> Tensor:
         """The forward pass that the engine watches: the module's whole training step."""
-        module = self.lightning_module
-        if not self._reveal:
-            object.__setattr__(module, "log", self._drop)
-        try:
-            with self.precision_plugin.train_step_context(), Reductions():
-                returned = module.training_step(batch, *rest)
-            return losses_of_step(returned)
-        finally:
-            if not self._reveal:
-                object.__delattr__(module, "log")
+        with self.precision_plugin.train_step_context(), Reductions():
+            returned = self.lightning_module.training_step(batch, *rest)
+        return losses_of_step(returned)
 
-    def _drop(self, name: str, *_: Any, **__: Any) -> None:
-        if name not in self._dropped:
+    def _drop_logs(self, drop: bool) -> None:
+        """From now on what hooks of training log is dropped, too: an epoch's mean loss, say."""
+        module = self.lightning_module
+        if drop and not self._reveal:
+            object.__setattr__(module, "log", self._log)
+        elif module is not None and "log" in vars(module):
+            object.__delattr__(module, "log")
+
+    def _log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """`log` of the module while it is trained: what validation logs is let through."""
+        module = self.lightning_module
+        if self._trainer.validating:
+            type(module).log(module, name, *args, **kwargs)
+        elif name not in self._dropped:
             self._dropped.add(name)
             warnings.warn(
-                f"training_step logs {name!r}, which is computed from private rows: it is dropped. "
+                f"Training logs {name!r}, which is computed from private rows: it is dropped. "
                 "reveal_training_metrics=True lets it through, and the claim does not cover it.",
                 stacklevel=3,
             )
@@ -341,6 +347,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Give the module its own forward back."""
+        self._drop_logs(False)
         if self._private is not None:
             self._private.close()
             self._private = None

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree
 
+from diminuendo.errors import UsageError
 from diminuendo.training.reduced import Reduced
 
 _WEIGHTED = {
@@ -73,6 +75,7 @@ def behind(
             "With weight= the mean divides by the weights of all examples that were drawn.",
         )
     terms = func(**{**given, "reduction": "none"})
+    refuse_crossed(given, terms)
     whole = {**given, "reduction": reduction}
     if terms.dim() == 0:
         terms = terms.reshape(1)
@@ -93,3 +96,20 @@ def _counted(func: Callable[..., Any], given: Mapping[str, Any], rows: Tensor) -
         return size
     counted: Tensor = target.flatten(1) != given["ignore_index"]
     return counted.sum(1).clamp(min=1)
+
+
+def refuse_crossed(given: Any, result: Any) -> None:
+    """Raise where (N, 1) met (N,) and became (N, N): each example with the labels of all others.
+
+    No gradient flows between them there, so that nobody else would see it.
+    """
+    if not isinstance(result, Tensor) or result.dim() != 2 or len(result) != result.shape[1]:
+        return
+    size = len(result)
+    shapes = {tuple(part.shape) for part in _pytree.tree_leaves(given) if isinstance(part, Tensor)}
+    if size > 1 and {(size, 1), (size,)} <= shapes:
+        raise UsageError(
+            f"Tensors of shapes ({size}, 1) and ({size},) became one of shape ({size}, {size}): "
+            "every example would meet the labels of all others. Give both the same shape: "
+            "outputs.squeeze(1), or labels.unsqueeze(1)."
+        )

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from diminuendo.errors import UsageError
-from diminuendo.training.criteria import CRITERIA, behind
+from diminuendo.training.criteria import CRITERIA, behind, refuse_crossed
 from diminuendo.training.reduced import Kind, Reduced, is_number
 
 Step = Callable[[Reduced], None]
@@ -54,6 +54,7 @@ class Tracked(Tensor):
                 return format(args[0].detach().as_subclass(Tensor), *args[1:])
             found = _RULES[func](func, args, named) if func in _RULES else None
             result = func(*args, **named) if found is None else found[0]
+            refuse_crossed((args, named), result)
             return _marked(result, _step_of(args, named), found)
 
 

@@ -90,6 +90,7 @@ def refuse_mixing(
             answered = trial.answers((x[:size], y[:size]))
         if answered is False:
             raise other_batch()
+        trial.refuse_sizes((x, y))
     except DiminuendoError:
         raise
     except ERRORS as error:
@@ -118,12 +119,16 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
             replaced[place] = rows
         given, named = _pytree.tree_unflatten(replaced, spec)
         out = _pytree.tree_leaves(call(*given, **named))
-        return [part for part in out if has_rows(part, size)]
+        return [part for part in out if has_rows(part, len(inputs[0]))]
 
     if not places:
         return
+    rows = tuple([leaves[place].detach() for place in places])
+    trial = _Trial(model, outputs)
     try:
-        _Trial(model, outputs).answers(tuple([leaves[place].detach() for place in places]))
+        trial.answers(rows)
+        if len(places) == sum(has_rows(leaf, size) for leaf in leaves):
+            trial.refuse_sizes(rows)
     except DiminuendoError:
         raise
     except ERRORS:
@@ -189,6 +194,37 @@ class _Trial:
         if own or nearby:
             return True
         return None if None in (own, nearby) else False
+
+    def refuse_sizes(self, inputs: tuple[Tensor, ...]) -> None:
+        """Raise where a row changes with how many others there are: their number is drawn.
+
+        In evaluation mode, and only where nothing is random: masks go by the size of a batch.
+        """
+        self._call, self._leaves = self._model, list(self._own.values())
+        modes = [(module, module.training) for module in self._model.modules()]
+        half = len(inputs[0]) // 2
+        try:
+            self._model.eval()
+            with torch.enable_grad(), same_randomness(self._model, inputs[0].device):
+                whole, again = (self._plain(inputs) for _ in range(2))
+                if changed(whole, again, torch.ones(len(inputs[0]), dtype=torch.bool)):
+                    return
+                fewer = self._plain(tuple(part[:half] for part in inputs))
+        except DiminuendoError:
+            raise
+        except ERRORS:  # not every model takes any size
+            return
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        rows = [part[:half] if has_rows(part, len(inputs[0])) else part for part in whole]
+        same = [part.shape for part in rows] == [part.shape for part in fewer]
+        if half and same and changed(rows, fewer, torch.ones(half, dtype=torch.bool)):
+            raise _mixing()
+
+    def _plain(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        answers = self._values(self._call, [part.clone() for part in inputs])
+        return [part.detach().clone() for part in answers]
 
     def _call_near(self, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self._model, self._near, args, kwargs)

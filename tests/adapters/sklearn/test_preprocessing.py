@@ -11,10 +11,11 @@ import pytest
 import sklearn
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.pipeline import Pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 
 from diminuendo import Budget, BudgetRefused, InputError, Ledger
 from diminuendo.adapters.sklearn import (
+    NotCovered,
     PrivateClassifier,
     PrivateScaler,
     PublicEncoder,
@@ -98,6 +99,32 @@ def test_a_ledger_pays_for_the_scaler(tmp_path: Path) -> None:
         with pytest.raises(BudgetRefused):
             scaler.fit(x)
         assert np.array_equal(scaler.mean_, mean)
+
+
+def test_a_ledger_that_would_not_be_charged_is_refused(tmp_path: Path) -> None:
+    url = str(tmp_path / "ledger.sqlite")
+    with Ledger(url) as ledger:
+        ledger.create("rows", Budget(epsilon=3, delta=1e-5))
+    x = np.random.default_rng(0).normal(size=(50, 2))
+    paid = {"ledger": url, "budget": "rows"}
+    given: dict[str, Any] = {"steps": 2, "lr": 0.1, "clip": 1.0, "classes": [0, 1]}
+    scaler = PrivateScaler(-4, 4, epsilon=0.2, **paid)
+    with pytest.raises(InputError, match="of the scaler"):
+        PrivateClassifier(scaler=scaler, **given).fit(x, x[:, 0] > 0)
+    PrivateClassifier(scaler=scaler, **paid, **given).fit(x, x[:, 0] > 0)
+    with Ledger(url) as ledger:
+        assert ledger.status("rows").spent > 0
+
+
+def test_a_scaler_before_a_claim_for_persons_is_for_persons_too() -> None:
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    persons = np.repeat(np.arange(20), 3)
+    given: dict[str, Any] = {"steps": 2, "lr": 0.1, "clip": 1.0, "classes": [0, 1]}
+    both = make_pipeline(PrivateScaler(-4, 4), PrivateClassifier(**given))
+    with pytest.warns(NotCovered, match="privatescaler"):
+        both.fit(x, x[:, 0] > 0, privateclassifier__groups=persons)
+    both.fit(x, x[:, 0] > 0, privateclassifier__groups=persons, privatescaler__groups=persons)
+    assert (both[0].result_.unit, both[1].result_.unit) == ("group", "group")
 
 
 def test_the_encoder_depends_on_the_categories_alone() -> None:

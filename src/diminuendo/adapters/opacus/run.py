@@ -73,6 +73,16 @@ class Run:
         self._numbers: tuple[float, ...] | None = None
         self._fresh: list[Tensor] | None = None
         self._parts_left = False
+        self._added_to = False
+
+        def added(parameter: Tensor) -> None:
+            del parameter
+            run = own()
+            if run is not None:
+                run._added_to = True
+
+        trained: list[Any] = list(self.private.engine.parameters)
+        self._hooks = [part.register_post_accumulate_grad_hook(added) for part in trained]
         self._end = weakref.finalize(self, _close, self.private.spending)
 
     # The loop, in the order of its lines
@@ -159,6 +169,7 @@ class Run:
                 assert gradient is not None
                 gradient.mul_(self.expected_batch)
         self._fresh = [gradient for gradient in gradients if gradient is not None]
+        self._added_to = False
 
     def take_gradient(self) -> bool:
         """Before the optimiser steps: whether there is a whole gradient, and it is a private one.
@@ -175,7 +186,8 @@ class Run:
                 "optimizer.backward(losses) with one loss per example."
             )
         parameters = self.private.engine.parameters
-        if any(p.grad is not g for p, g in zip(parameters, self._fresh, strict=True)):
+        others = any(p.grad is not g for p, g in zip(parameters, self._fresh, strict=True))
+        if others or self._added_to:
             raise UsageError(
                 "A parameter's .grad is not the private gradient that was released. Nothing but "
                 "loss.backward() may fill it, and zero_grad() comes after step()."
@@ -215,6 +227,8 @@ class Run:
     def close(self) -> None:
         """Give the model its own forward back, and the ledger what was not used."""
         self.private.close()
+        for hook in self._hooks:
+            hook.remove()
         self._settle()
 
     def _settle(self) -> None:

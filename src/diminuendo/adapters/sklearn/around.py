@@ -52,13 +52,16 @@ def fits_under_way(kinds: Any) -> Iterator[tuple[Any, FrameType]]:
         frame = frame.f_back
 
 
-def warn_of_uncovered_steps(estimator: Any) -> None:
-    """Warn where transformers before `estimator` in a Pipeline have learned from the data."""
+def warn_of_uncovered_steps(estimator: Any, *, grouped: bool = False) -> None:
+    """Warn where transformers before `estimator` in a Pipeline have learned from the data.
+
+    grouped  whether the estimator's claim is for persons: what was paid for rows is then too little
+    """
     for pipeline, _ in fits_under_way(Pipeline):
         uncovered = [
             name
             for name, step in pipeline.steps[:-1]
-            if step is not estimator and not covered(step)
+            if step is not estimator and not (covered(step) and not (grouped and _by_rows(step)))
         ]
         if uncovered:
             names = ", ".join(repr(name) for name in uncovered)
@@ -70,6 +73,11 @@ def warn_of_uncovered_steps(estimator: Any) -> None:
                 NotCovered,
                 stacklevel=3,
             )
+
+
+def _by_rows(step: Any) -> bool:
+    """Whether a transformer has paid for rows, of which a person may have many."""
+    return getattr(getattr(step, "result_", None), "unit", None) == "example"
 
 
 def warn_of_seed(random_state: Any) -> None:

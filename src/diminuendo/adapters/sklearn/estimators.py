@@ -59,7 +59,7 @@ class _PrivateEstimator(Planned):
         groups: Any,
     ) -> None:
         """Everything but reading `y`. Nothing is released before all of it has been checked."""
-        around.warn_of_uncovered_steps(self)
+        around.warn_of_uncovered_steps(self, grouped=groups is not None)
         around.warn_of_seed(self.random_state)
         if self.scaler is not None and not getattr(self.scaler, "covered_by_privacy", False):
             raise InputError(
@@ -80,6 +80,8 @@ class _PrivateEstimator(Planned):
         scaling = event_of(self.scaler, examples, columns)
         planned, rate = self._planned(examples, columns, outputs, parameters, scaling)
         account = paid_by(self.ledger, self.budget)
+        if scaling is not None:
+            _refuse_other_payer(self.scaler, account)
         events = (*([] if scaling is None else [scaling]), *planned.events)
         if account is not None and scaling is not None:
             _refuse_beyond(account, events)
@@ -159,6 +161,19 @@ def _refuse_unscaled(features: np.ndarray) -> None:
             remedy="State what they can be (scaler=PublicScaler(low, high)), pay for means and "
             "deviations (scaler=PrivateScaler(low, high)), or give both lr and clip for features "
             "of this size.",
+        )
+
+
+def _refuse_other_payer(scaler: PrivateScaler, account: tuple[str | None, str] | None) -> None:
+    """The estimator's ledger pays for scaling; one that the scaler names would not be charged."""
+    named = paid_by(scaler.ledger, scaler.budget)
+    if named not in (None, account):
+        raise InputError(
+            "left out, or the same as the estimator's",
+            name="ledger and budget of the scaler",
+            value=named,
+            remedy="Scaling and training are paid for together: give ledger and budget to the "
+            "estimator.",
         )
 
 
