@@ -35,7 +35,9 @@ Y = (X[:, 0] > 0).astype(int)
 
 
 def model(**more: Any) -> PrivateClassifier:
-    return PrivateClassifier(**{"epsilon": 1.0, "steps": 3, "lr": 1.0, "clip": 1.0, **more})
+    return PrivateClassifier(
+        **{"epsilon": 1.0, "classes": [0, 1], "steps": 3, "lr": 1.0, "clip": 1.0, **more}
+    )
 
 
 @pytest.mark.parametrize(

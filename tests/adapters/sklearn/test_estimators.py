@@ -303,3 +303,12 @@ def test_a_fit_that_is_stopped_leaves_the_last_one_and_stops_a_search(
     search = GridSearchCV(model, {"lr": [0.1, 1.0]}, cv=2)
     with pytest.warns(SearchCost), pytest.raises(KeyboardInterrupt):
         search.fit(x, y)
+
+
+@pytest.mark.filterwarnings("error:classes is not given")
+def test_labels_that_are_read_from_the_data_are_said_to_be() -> None:
+    x, y = np.zeros((20, 2)), np.arange(20) % 2
+    settings: dict[str, Any] = {"steps": 2, "lr": 0.1, "clip": 1.0}
+    with pytest.raises(NotCovered, match=r"classes=\[0, 1\]"):
+        PrivateClassifier(**settings).fit(x, y)
+    assert list(PrivateClassifier(classes=[1, 0], **settings).fit(x, y).classes_) == [0, 1]

@@ -38,6 +38,16 @@ class SearchCost(UserWarning):
     """What all fits of a search cost together, before the first of them."""
 
 
+def warn_of_labels() -> None:
+    """Say that labels taken from the data are not covered."""
+    warnings.warn(
+        "classes is not given: which labels occur in y is read without noise, and no privacy claim "
+        "covers it. State the labels that there can be: classes=[0, 1], say.",
+        NotCovered,
+        stacklevel=3,
+    )
+
+
 def fits_under_way(kinds: Any) -> Iterator[tuple[Any, FrameType]]:
     """Objects of these kinds whose `fit` or `fit_transform` is being called now, inner ones first.
 

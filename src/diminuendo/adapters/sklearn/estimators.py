@@ -200,7 +200,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
                     with momentum and the fall of noise and learning rate where those are left out
                     too. Give none that was found by looking at these data, or pay
     hidden          units of the hidden layer; 0 for none
-    classes         the labels there can be, public; those that occur in `y` unless given
+    classes         the labels there can be, public. Unless given, those that occur in `y`, which no
+                    claim covers: a label that one row alone has is then seen (`NotCovered`)
     scaler          PublicScaler or PrivateScaler for the features; None: they come scaled
     ledger, budget  URL of a ledger, and the name of the budget that pays for every fit
     random_state    only for tests: with a number the noise can be predicted, and is not private
@@ -255,6 +256,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         features, labels = self._read(X, y)
         check_classification_targets(labels)
         labels = column_or_1d(labels, warn=True)
+        if self.classes is None:
+            around.warn_of_labels()
         known = np.unique(labels if self.classes is None else np.asarray(self.classes))
         if len(known) < 2:
             raise InputError("at least two classes", name="y", value=f"{len(known)} class")
