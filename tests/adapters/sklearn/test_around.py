@@ -54,6 +54,7 @@ def model(**more: Any) -> PrivateClassifier:
         (PrivateScaler(-9, 9), False),
         (Normalizer(), False),
         (FunctionTransformer(np.tanh), False),
+        (FunctionTransformer(lambda table: table - table.mean(0)), True),
         ("passthrough", False),
         (ColumnTransformer([("a", PublicScaler(-9, 9), [0])], remainder="passthrough"), False),
         (ColumnTransformer([("a", PublicEncoder([[0.0, 1.0]]), [0])]), False),

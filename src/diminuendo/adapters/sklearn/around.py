@@ -15,11 +15,17 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 from sklearn.base import is_classifier
 from sklearn.compose import ColumnTransformer
 from sklearn.model_selection import GridSearchCV, ParameterGrid, RandomizedSearchCV, check_cv
 from sklearn.pipeline import FeatureUnion, Pipeline
-from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, PolynomialFeatures
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    OneHotEncoder,
+    OrdinalEncoder,
+    PolynomialFeatures,
+)
 from sklearn.utils import get_tags
 
 from diminuendo import _validate, accounting
@@ -120,6 +126,8 @@ def covered(step: Any) -> bool:
         return stated and step.min_frequency is None and step.max_categories is None
     if isinstance(step, PolynomialFeatures):
         return True  # learns how many columns there are
+    if isinstance(step, FunctionTransformer):  # a function may look at all rows at once
+        return step.func is None or isinstance(step.func, np.ufunc)
     return not get_tags(step).requires_fit
 
 
