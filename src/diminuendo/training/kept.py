@@ -25,6 +25,7 @@ ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyEr
 
 
 def has_rows(leaf: Any, size: int) -> bool:
+    """Whether it is a tensor with this many rows."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
@@ -84,6 +85,7 @@ def moved(before: list[Tensor], after: list[Tensor]) -> bool:
 
 
 def differs(base: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether any tensor is not its counterpart, bit for bit."""
     return not all(map(torch.equal, base, other))
 
 

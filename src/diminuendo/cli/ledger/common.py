@@ -46,6 +46,7 @@ def watching(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def run_facts(run: Run, status: Status) -> dict[str, Any]:
+    """What `--json` says of a run; `spent` is its share of the budget, from 0 to 1."""
     return {
         "run": run.id,
         "budget": run.budget,
@@ -72,6 +73,7 @@ def _period_column(status: Status) -> str:
 
 
 def row_of(status: Status) -> list[str]:
+    """A budget as a row of the table with `COLUMNS`."""
     terms = status.terms
     left = status.left
     return [
@@ -90,6 +92,7 @@ COLUMNS = ["budget", "(ε, δ)", "composition", "unit", "for", "charged ≙ ε",
 
 
 def print_budget(ledger: Ledger, status: Status, as_json: bool, words: str) -> None:
+    """Show a budget, as one JSON object or as a table under these words."""
     if as_json:
         print_json(view.summary(status))
         return

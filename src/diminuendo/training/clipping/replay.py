@@ -191,6 +191,7 @@ def replayed(
     source: Tensor,
     rows: Rows,
 ) -> Any:
+    """The result of an operation that will be repeated for the gradients of each example."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     targets, places, fixed = {}, {}, list(leaves)
     for k, leaf in enumerate(leaves):
