@@ -219,7 +219,7 @@ class _Trial:
                 module.training = mode
         rows = [part[:half] if has_rows(part, len(inputs[0])) else part for part in whole]
         same = [part.shape for part in rows] == [part.shape for part in fewer]
-        if half and same and changed(rows, fewer, torch.ones(half, dtype=torch.bool)):
+        if half and same and changed(rows, fewer, torch.ones(half, dtype=torch.bool), resized=True):
             raise _mixing()
 
     def _plain(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
