@@ -223,6 +223,7 @@ class Engine:
         *,
         certify: bool = False,
         share: float = 1.0,
+        real: Tensor | None = None,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -235,6 +236,9 @@ class Engine:
         share`` times ``clip.sensitivity``, but for a probability of ``FAILURE`` (docs/rounding.md).
         ``share`` is the part of the allowance that this call may take, in (0, 1]: 1 over the number
         of micro-batches and ranks whose sums are added up.
+
+        ``real`` says which rows are examples, shape ``(N,)``, bool; all of them unless given. The
+        others fill the batch up: they contribute exactly zero, whatever their gradients are.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -246,9 +250,9 @@ class Engine:
         allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real)
 
     @property
     def checks(self) -> bool:
@@ -275,17 +279,23 @@ class Engine:
         accumulate: Buffers | None,
         scale: float,
         allowance: float | None,
+        real: Tensor | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
             empty = self.zeros(dtype) if accumulate is None else made(accumulate)
             return ClippedSum(empty, losses.detach().double())
         collected = Norms(self._slot, losses.shape[0], self._root)
-        self._backward.run(losses, collected.arrive)
+        # Nothing is taken back from the losses of rows that only fill up; but a backward pass may
+        # make something of nothing (a hook, say), so that their factors are zero, too.
+        weights = None if real is None else real.to(losses.dtype)
+        self._backward.run(losses, collected.arrive, weights)
         groups = [Group() for _ in self.layers] if clip.per_layer else [Group()]
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors = self._factors(groups, clip, losses)
+        if real is not None:
+            factors = [torch.where(real, row, 0.0) for row in factors]
         live, collected.live = collected.live, []
         if allowance is None:
             factors = [self._lower(row) for row in factors]
@@ -305,6 +315,9 @@ class Engine:
             sums = scaled.sums(accumulate, scale)
         for piece in live:
             piece.release()
+        if real is not None:
+            norms = torch.where(real, norms, 0.0)
+            finite = None if finite is None else finite | ~real
         return ClippedSum(sums, norms, finite)
 
     def _lower(self, factors: Tensor) -> Tensor:
