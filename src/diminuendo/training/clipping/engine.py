@@ -82,15 +82,23 @@ class Engine:
     mode: ``"ignore"``, ``"warn"`` or ``"raise"``. Which parameters are trainable is read once,
     here; attach a new engine after freezing or unfreezing. With ``probing=False`` the engine calls
     :meth:`probe` only when told to: for computations that release nothing, on a model that was
-    probed before.
+    probed before. With ``static=True`` the sums take the same operations whatever the data are, so
+    that the host need not wait for a result: rows that are not finite are masked in every call, and
+    certified sums are taken in float64 rather than checked.
     """
 
-    def __init__(self, model: nn.Module, eval_mode: str = "ignore", probing: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        eval_mode: str = "ignore",
+        probing: bool = True,
+        static: bool = False,
+    ) -> None:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.model = model
-        self.eval_mode, self.probing = eval_mode, probing
+        self.eval_mode, self.probing, self.static = eval_mode, probing, static
         self._tape = Tape()
         self._probed: weakref.ref[Tensor] | None = None
         self._uses: Counter[Hashable] = Counter()
@@ -286,10 +294,7 @@ class Engine:
             empty = self.zeros(dtype) if accumulate is None else made(accumulate)
             return ClippedSum(empty, losses.detach().double())
         collected = Norms(self._slot, losses.shape[0], self._root)
-        # Nothing is taken back from the losses of rows that only fill up; but a backward pass may
-        # make something of nothing (a hook, say), so that their factors are zero, too.
-        weights = None if real is None else real.to(losses.dtype)
-        self._backward.run(losses, collected.arrive, weights)
+        self._backward.run(losses, collected.arrive)
         groups = [Group() for _ in self.layers] if clip.per_layer else [Group()]
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
@@ -303,13 +308,14 @@ class Engine:
         sums: list[Tensor] | None = None
         if allowance is None and self._may_sum_twice(live, losses, accumulate):
             sums = scaled.sums(accumulate, scale, keep=True)
-        finite = _unless_all_finite(norms)
+        finite = norms.isfinite() if self.static else _unless_all_finite(norms)
         if finite is not None:
             sums = None
             scaled.purge(finite)
         if allowance is not None:
             sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
             check_request(sums)
+            self._summation.static = self.static
             scaled.add_certified(sums, self._summation, clip.sensitivity, allowance)
         elif sums is None:
             sums = scaled.sums(accumulate, scale)
@@ -331,6 +337,8 @@ class Engine:
         A GPU with little to do waits for the host: better not to let the host wait for it too.
         """
         anew = accumulate is None or callable(accumulate)
+        if self.static:
+            return False
         return losses.is_cuda and anew and sum([piece.entries for piece in live]) <= _LITTLE
 
     def check_losses(self, losses: Tensor) -> None:
