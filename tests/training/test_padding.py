@@ -568,3 +568,18 @@ def test_the_rounding_of_parts_is_paid_for() -> None:
             assert added[1] / added[0] >= math.ceil(3000 / largest) / 2
             assert private.state_dict()["smallest_part"] == largest
         private.close()
+
+
+def test_the_page_states_the_costs() -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/static-shapes.md"
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.read_text().splitlines()
+        if line.startswith(("| rate", "| 0."))
+    ]
+    sizes = [int(title.split()[0].replace(",", "")) for title in table[0][1:]]
+    assert len(table) == 8
+    for rate, *cells in table[1:]:
+        for examples, cell in zip(sizes, cells, strict=True):
+            main, more, leaves = cost(examples, float(rate))
+            assert cell == f"{main:,}, +{more:.1%}, {leaves:.2%}"

@@ -100,7 +100,7 @@ def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
     worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
     if worst * examples > allowance / 2:
         raise EngineError(
-            f"the rounding error of a sum over {examples} examples cannot be bounded by "
+            "the rounding error of a sum over so many examples cannot be bounded by "
             f"{allowance:.1e} of the sensitivity; use smaller micro-batches"
         )
 
