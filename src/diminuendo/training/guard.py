@@ -59,6 +59,8 @@ class Guard:
         """Look at a call of the model that will be differentiated, before it is made."""
         if self._versions is None:
             self._versions = self._trained_versions()
+        if self._drawn is not None and self._drawn.rows < 2:
+            return  # blank rows beside one example, or none, would tell too little of a shape
         rows = first_rows(args, kwargs, self._size)
         if rows is None or not self._shapes.new(rows, self._model.training):
             return
