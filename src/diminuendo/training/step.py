@@ -292,6 +292,7 @@ class PrivateGradients:
                 total.scale,
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
+                beside=total.beside() if part.last else None,
             )
             self.guard.refuse_writes()
             if part.last:

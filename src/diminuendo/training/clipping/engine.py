@@ -49,6 +49,7 @@ from diminuendo.training.clipping.rounding import (
 from diminuendo.training.clipping.scaled import Scaled, made
 from diminuendo.training.clipping.tape import Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
+from diminuendo.training.cores import Beside
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -223,6 +224,7 @@ class Engine:
         *,
         certify: bool = False,
         share: float = 1.0,
+        beside: Beside | None = None,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -234,7 +236,8 @@ class Engine:
         norm of their rounding error, over all parameters together, is at most ``ALLOWANCE *
         share`` times ``clip.sensitivity``, but for a probability of ``FAILURE`` (docs/rounding.md).
         ``share`` is the part of the allowance that this call may take, in (0, 1]: 1 over the number
-        of micro-batches and ranks whose sums are added up.
+        of micro-batches and ranks whose sums are added up. ``beside`` is work that a core does
+        while others multiply, if several do; it may be left undone.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -246,9 +249,9 @@ class Engine:
         allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, beside)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, beside)
 
     @property
     def checks(self) -> bool:
@@ -275,6 +278,7 @@ class Engine:
         accumulate: Buffers | None,
         scale: float,
         allowance: float | None,
+        beside: Beside | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
@@ -300,7 +304,7 @@ class Engine:
         if allowance is not None:
             sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
             check_request(sums)
-            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance)
+            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance, beside)
         elif sums is None:
             sums = scaled.sums(accumulate, scale)
         for piece in live:
