@@ -304,6 +304,7 @@ class PrivateGradients:
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
                 real=part.mask(losses.device),
+                beside=total.beside() if part.last else None,
             )
             self.guard.refuse_writes()
             if part.last:

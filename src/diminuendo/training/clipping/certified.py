@@ -11,6 +11,7 @@ from torch import Tensor
 from diminuendo.training.clipping.certificate import Certificate
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.sums import Job, Product, Term, multiply
+from diminuendo.training.cores import Beside
 
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
@@ -44,10 +45,15 @@ class Summation:
         """Whether all sums are precise and in float64: nothing is decided by looking at data."""
 
     def parts(
-        self, terms: list[Located], examples: int, sensitivity: float, allowance: float
+        self,
+        terms: list[Located],
+        examples: int,
+        sensitivity: float,
+        allowance: float,
+        beside: Beside | None = None,
     ) -> list[Tensor]:
         """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
-        but for the probability ``certificate.FAILURE``."""
+        but for the probability ``certificate.FAILURE``. ``beside`` may be done meanwhile."""
         _check_reach(terms, examples, allowance)
         if not self.static and _tame(terms, sensitivity):
             for part in terms:
@@ -69,7 +75,8 @@ class Summation:
                 else Job(part.term, None)
                 for part, fast in zip(terms, quick, strict=True)
                 if isinstance(part.term, Product) and len(part.term.pieces) > 1
-            ]
+            ],
+            beside,
         )
         sums = []
         for (_, _, term, row), fast in zip(terms, quick, strict=True):
@@ -92,7 +99,10 @@ def _tame(terms: list[Located], sensitivity: float) -> bool:
     if not TAME[0] <= sensitivity <= TAME[1]:
         return False
     rows = {id(part.factors): part.factors for part in terms if not part.factors.is_cuda}
-    return all(bool(((factors == 0) | (factors >= TAME[0])).all()) for factors in rows.values())
+    return all(
+        factors.min().item() >= TAME[0] or bool(((factors == 0) | (factors >= TAME[0])).all())
+        for factors in rows.values()
+    )
 
 
 def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:

@@ -49,6 +49,7 @@ from diminuendo.training.clipping.rounding import (
 from diminuendo.training.clipping.scaled import Scaled, made
 from diminuendo.training.clipping.tape import Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
+from diminuendo.training.cores import Beside
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -232,6 +233,7 @@ class Engine:
         certify: bool = False,
         share: float = 1.0,
         real: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -247,6 +249,8 @@ class Engine:
 
         ``real`` says which rows are examples, shape ``(N,)``, bool; all of them unless given. The
         others fill the batch up: they contribute exactly zero, whatever their gradients are.
+        ``beside`` is work that a core does while others multiply, if several do; it may be left
+        undone.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -258,9 +262,9 @@ class Engine:
         allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
 
     @property
     def checks(self) -> bool:
@@ -288,6 +292,7 @@ class Engine:
         scale: float,
         allowance: float | None,
         real: Tensor | None,
+        beside: Beside | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
@@ -316,7 +321,7 @@ class Engine:
             sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
             check_request(sums)
             self._summation.static = self.static
-            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance)
+            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance, beside)
         elif sums is None:
             sums = scaled.sums(accumulate, scale)
         for piece in live:
