@@ -337,6 +337,11 @@ def main() -> None:
     if options.measure:
         memory(*options.measure)
         return
+    precision = "TF32 on" if options.device == "cuda" else "float32 (TF32 is for GPUs)"
+    print(
+        f"PyTorch {torch.__version__} on {options.device}, {options.threads} threads, {precision}; "
+        "ratios are to the plain step run eagerly"
+    )
     for name in options.workloads or ("AEF" if options.device == "cuda" else "ABCD"):
         bench(name, options.device, options.rounds, not options.no_opacus, options.before)
 

@@ -141,7 +141,7 @@ def test_paths_and_modules_are_relative_to_the_run_file(
         'clip = "automatic"',
         'lr_scheduler = "torch.optim.lr_scheduler:StepLR"\n'
         "lr_scheduler_arguments = { step_size = 4 }",
-        "micro_batch = 7\nworkers = 0\ncheckpoint_every = 5",
+        "micro_batch = 7\npad = true\nworkers = 0\ncheckpoint_every = 5",
         "optimizer_arguments = { momentum = 0.9, weight_decay = 0.01 }",
     ],
 )
@@ -234,6 +234,7 @@ def batch_norm():
         ("lr = 0.5", "lr = 0.5\nlerning = 1", "micro_batch"),
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 2.5", "training.micro_batch"),
         ("lr = 0.5", "lr = 0.5\nmicro_batch = 0", "micro_batch"),
+        ("lr = 0.5", "lr = 0.5\npad = 1", "training.pad"),
         ("lr = 0.5", "lr = 0.5\nseed = -1", "seed"),
         ("lr = 0.5", 'lr = 0.5\nnoise = "loud"', "noise"),
         ("lr = 0.5", 'lr = 0.5\ndevice = "cuda:77"', "device"),

@@ -108,6 +108,27 @@ def test_looking_ahead_leaves_scheduler_and_optimizer_as_they_were() -> None:
     assert str(chain.state_dict()) == state
 
 
+def test_looking_ahead_leaves_a_learning_rate_in_a_tensor_as_it_was() -> None:
+    model = make_model()
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    scheduler = schedulers.StepLR(optimizer, 2, 0.5)
+    with pytest.warns(dim.PlanWarning):
+        follow_plan(optimizer, make_plan(gamma=0.9), scheduler)
+    assert optimizer.param_groups[0]["lr"] is rate  # a recorded step would read this very tensor
+    assert float(rate) == 0.5
+
+
+def test_a_learning_rate_in_a_tensor_follows_the_plan() -> None:
+    plan = make_plan(lr=influence.cosine(STEPS))
+    ends = []
+    for lr in (0.2, torch.tensor(0.2)):
+        model = make_model()
+        run(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=lr), seed=3)
+        ends.append(torch.cat([part.detach().flatten() for part in model.parameters()]))
+    torch.testing.assert_close(ends[1], ends[0])
+
+
 def test_a_scheduler_that_ends_before_the_run_is_refused() -> None:
     optimizer = PrivateDescent(make_model().parameters(), lr=0.2)
     one_cycle = schedulers.OneCycleLR(

@@ -23,7 +23,16 @@ from diminuendo.training import Automatic, Compute, Flat, PerLayer, PrivateGradi
 from diminuendo.training.clipping import Clip, Engine
 from diminuendo.training.distributed import Group
 from diminuendo.training.mechanism import FastNoise, NoiseName
-from diminuendo.training.padding import OFTEN, SELDOM, Buckets, Filler, cost, enough, exceeds
+from diminuendo.training.padding import (
+    OFTEN,
+    SELDOM,
+    Buckets,
+    Filler,
+    cost,
+    enough,
+    exceeds,
+    filled_rows,
+)
 from diminuendo.training.sampling import Sampler, Source, draw
 from diminuendo.training.seeds import Seeds
 
@@ -522,6 +531,44 @@ def test_what_cannot_be_filled_up_is_refused_first(collate: Any, words: str) -> 
     with pytest.raises(dim.InputError, match=words):
         next(iter(private.batches(Pairs(), collate=collate)))
     assert private.spending.steps == 0
+
+
+def test_trying_a_collate_function_out_leaves_the_random_numbers_alone() -> None:
+    def collate(rows: list[Any]) -> Tensor:
+        return torch.stack([row[0] for row in rows]) + torch.rand(len(rows), 1)
+
+    private = PrivateGradients(LINEAR.model(), planned(), seed=0, pad=True)
+    torch.manual_seed(0)
+    next(iter(private.batches(Pairs(), collate=collate)))
+    assert private.drawn is not None
+    torch_now = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(private.drawn, 1)
+    assert torch.equal(torch_now, torch.rand(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.bfloat16])
+def test_rows_of_any_type_and_layout_are_filled_up(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).view(4, 6).t().to(dtype)  # not contiguous
+    chosen = torch.tensor([5, 0])
+    rows = filled_rows(whole, chosen, 4)
+    assert rows.dtype is dtype
+    assert torch.equal(rows[:2], whole[chosen])
+    assert not rows[2:].any()
+    assert torch.equal(filled_rows(whole[:, 0], chosen[:0], 3), torch.zeros(3, dtype=dtype))
+
+
+def test_a_size_that_is_another_dimension_too() -> None:
+    """The main size, 15, is the width of a layer, the number of tokens and of features."""
+    assert Buckets.of(30, [RATE], micro_batch=None).sizes[0] == 15
+    data = torch.randn(30, 15, 15), torch.randint(0, 15, (30,))
+    ends = []
+    for pad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(15, 15), nn.Tanh(), nn.Flatten(), nn.Linear(225, 15))
+        run(model, planned(4), data=data, pad=pad, seed=3)
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_collate_function_that_drops_examples_is_refused() -> None:

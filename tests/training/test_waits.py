@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import LINEAR, run
 from torch import Tensor, nn
 from waits import Wait, recorded
 
@@ -114,6 +115,25 @@ def test_a_steady_step_waits_only_where_it_is_known(kind: str, clip: Clip) -> No
 @pytest.mark.parametrize("noise", ["exact", "fast"])
 def test_a_static_step_waits_for_nothing(kind: str, clip: Clip, noise: NoiseName) -> None:
     assert waits_of_a_step(kind, clip, noise, static=True) <= CPU_ONLY
+
+
+def test_fit_does_not_read_a_learning_rate_that_is_a_tensor() -> None:
+    plan = LINEAR.plan(sampling_rate=0.5, steps=9, lr=dim.influence.cosine(9))
+    model = LINEAR.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), fused=True)
+    marks: list[int] = []
+    with recorded() as found:
+        run(
+            model,
+            plan,
+            optimizer=optimizer,
+            pad=True,
+            noise="fast",
+            seed=1,
+            after_step=lambda step, private: marks.append(len(found)),
+        )
+    steady = {wait.where for wait in found[marks[5] : marks[6]]}
+    assert steady - CPU_ONLY == {"training/clipping/engine.py:_unless_all_finite"}
 
 
 def test_bounds_of_layers_are_copied_once() -> None:

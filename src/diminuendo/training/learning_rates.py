@@ -62,6 +62,8 @@ class Watch:
         group = self._group(optimizer)
         if group is None or not 0 < step <= len(self._rates):
             return
+        if isinstance(group["lr"], Tensor) and step & (step - 1):
+            return  # to read it may be to wait for a GPU: at the 1st, 2nd, 4th, 8th … step only
         used, planned = float(group["lr"]), self._rates[step - 1]
         if self._unit is None:
             self._unit = used / planned if planned > 0 else None
@@ -126,7 +128,7 @@ def planned_by(scheduler: LRScheduler, steps: int) -> Vector:
     optimizer = scheduler.optimizer
     kept = copy.deepcopy(scheduler.state_dict())
     groups = [
-        {name: value for name, value in group.items() if name != "params"}
+        {name: _kept(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
     values = []
@@ -146,5 +148,20 @@ def planned_by(scheduler: LRScheduler, steps: int) -> Vector:
     finally:
         scheduler.load_state_dict(kept)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.update(before)
+            _restore(group, before)
     return torch.tensor(values, dtype=torch.float64).numpy()
+
+
+def _kept(value: Any) -> Any:
+    """As it is now: a scheduler writes on a learning rate that is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _restore(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """What was kept, in the tensors that are there: a recorded step reads those."""
+    for name, value in before.items():
+        now = group.get(name)
+        if isinstance(now, Tensor) and isinstance(value, Tensor):
+            now.copy_(value)
+        else:
+            group[name] = value

@@ -90,7 +90,7 @@ class Run:
                     self._optimizer.zero_grad(set_to_none=True)
                     if private.step == before:
                         continue
-                    rate = float(self._optimizer.param_groups[0]["lr"])
+                    rate = self._track.rate_of(self._optimizer)
                     if self._lr_scheduler is not None:
                         self._lr_scheduler.step()
                     if progress.after_step is not None:

@@ -222,8 +222,9 @@ class _Collate:
     def check(self) -> None:
         """Raise where batches are to be filled up and cannot be."""
         if self._buckets is not None:
-            example = self._dataset[0]
-            self._filler = Filler(self._collate([example]), self._collate([example, example]))
+            with torch.random.fork_rng(devices=[]):  # a collate function may draw random numbers
+                example = self._dataset[0]
+                self._filler = Filler(self._collate([example]), self._collate([example, example]))
 
     def __call__(self, examples: list[Any]) -> Any:
         if self._filler is not None and self._buckets is not None:

@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
+
     from diminuendo.training.result import Result
     from diminuendo.training.step import PrivateGradients
 
@@ -85,9 +87,13 @@ class Tracking:
         if error is not None:
             self.end(error)
 
-    def step(self, learning_rate: float, loss: float | None) -> None:
-        """A step is over; `loss` only where it is to be revealed."""
-        if self._logger is None:
+    def rate_of(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """The learning rate, read only if somebody wants to know: it may be in a GPU's memory."""
+        return None if self._logger is None else float(optimizer.param_groups[0]["lr"])
+
+    def step(self, learning_rate: float | None, loss: float | None) -> None:
+        """A step is over, with what `rate_of` gave; `loss` only where it is to be revealed."""
+        if self._logger is None or learning_rate is None:
             return
         values = {"noise_multiplier": self._sigma(), "learning_rate": learning_rate}
         epsilon = self.epsilon()
