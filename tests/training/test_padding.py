@@ -273,6 +273,22 @@ class Words(nn.Module):
         return self.head(mean)  # type: ignore[no-any-return]
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, and a linear one that is used twice, of each row over its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.twice, self.head = (
+            nn.LSTM(3, 5, batch_first=True),
+            nn.Linear(5, 5),
+            nn.Linear(5, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.lstm((x / x.norm(dim=1, keepdim=True)).view(-1, 2, 3))[0][:, -1]
+        return self.head(self.twice(torch.tanh(self.twice(hidden))))  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]
     rows: Callable[[int], Tensor]
@@ -280,6 +296,7 @@ class Case(NamedTuple):
 
 CASES = {
     "linear": Case(Normed, lambda n: torch.randn(n, 6)),
+    "recurrent": Case(Recurrent, lambda n: torch.randn(n, 6)),
     "convolution": Case(Pictures, lambda n: torch.rand(n, 36) + 0.5),
     "embedding": Case(Words, lambda n: torch.randint(1, 9, (n, 5))),
 }
