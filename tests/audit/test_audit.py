@@ -61,9 +61,10 @@ def test_replace_one_neighbours() -> None:
     assert found.epsilon_lower > 0.3 * found.claim
 
 
-def test_poisson_sampling() -> None:
+@pytest.mark.parametrize("train", [by_fit(), by_loop(pad=True)], ids=["as-drawn", "filled-up"])
+def test_poisson_sampling(train: Any) -> None:
     plan = small(steps=6, sampling_rate=0.4)
-    found = audit(plan, canaries=3000, confidence=SURE, progress=False)
+    found = audit(plan, train=train, canaries=3000, confidence=SURE, progress=False)
     assert not found.exceeded
     assert found.noise_scale == pytest.approx(1, abs=0.5)
     assert found.epsilon_lower > 0.1 * found.claim
