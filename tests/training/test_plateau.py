@@ -106,8 +106,9 @@ def test_what_has_no_classes_cannot_be_counted() -> None:
 
 def test_public_rows_that_do_not_fit_are_refused_before_anything_is_spent() -> None:
     plan, (x, y) = make_plan(), make_data(9, seed=1)
-    with pytest.raises((dim.InputError, RuntimeError)):
-        run(plan, public=(x[:, :2], y), spending=_Asked(plan))
+    for public in ((x[:, :2], y), (x[:0], y[:0]), (x, y + 7), 5, (x, y[:3])):
+        with pytest.raises(dim.InputError):
+            run(plan, public=public, spending=_Asked(plan))
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -205,6 +206,24 @@ def test_the_number_counts_the_whole_batch(micro_batch: int | None) -> None:
     )
     start = evaluate(make_model(), data, LOSS).accuracy
     assert scheduler.values[1] == pytest.approx(start, abs=0.02)
+
+
+def test_rows_of_a_run_that_broke_off_are_not_counted_in_the_next() -> None:
+    """A row that is counted twice would move the number by two, for the price of one."""
+    x, y = make_data()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = OnPlateau(ReduceLROnPlateau(optimizer, "max"), paid=0.5)
+    broken = PlanSpending(make_plan())
+    broken.request = _refuse  # type: ignore[method-assign]
+    given: dict[str, Any] = {"loss": LOSS, "optimizer": optimizer, "lr_scheduler": scheduler}
+    fit(model, (x, y), make_plan(), spending=broken, progress=False, **given)
+    fit(model, (x, y), make_plan(epsilon=1e5), progress=False, **given)
+    assert all(value < 1.1 for value in scheduler.values.values())
+
+
+def _refuse(event: Any) -> None:
+    raise dim.BudgetRefused(f"no {event}")
 
 
 def test_noise_that_fades_is_warned_about_with_both_numbers() -> None:

@@ -53,6 +53,8 @@ def evaluate(
     source = Source(data, precision_of(model))
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     rows = min(len(source), at_most or len(source))
+    if rows == 0:
+        raise InputError("at least one row", name="the test set", value=0)
     total, right, counted = 0.0, 0, 0
     modes = [(part, part.training) for part in model.modules()]
     model.eval()

@@ -72,7 +72,7 @@ class OnPlateau:
         self.scheduler, self.public, self.paid = scheduler, public, paid
         self.every = _validate.count("every", every)
         self.values: dict[int, float] = {}
-        self._correct = 0
+        self._correct, self._counted = 0, -1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -94,6 +94,7 @@ class OnPlateau:
             )
         with private.engine.unrecorded():
             self.try_out(private.engine.model, loss, data)
+        self._correct, self._counted = 0, -1  # an earlier run may have ended within a step
         private.set_aside = self.share
 
     def try_out(self, model: nn.Module, loss: Loss, data: Any) -> None:
@@ -105,8 +106,18 @@ class OnPlateau:
                 value="the training data",
                 remedy="Their loss is private. Pay for a metric: OnPlateau(scheduler, paid=0.1).",
             )
-        rows = data if self.public is None else self.public
-        found = evaluate(model, rows, loss, at_most=2)
+        name, rows = ("data", data) if self.public is None else ("public", self.public)
+        try:
+            found = evaluate(model, rows, loss, at_most=2)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                "rows that the model and the loss take",
+                name=name,
+                value="others",
+                remedy=str(error),
+            ) from error
         if found.accuracy is None and (self.paid is not None or self.scheduler.mode == "max"):
             raise InputError(
                 "scores of classes, and labels that are whole numbers",
@@ -115,10 +126,12 @@ class OnPlateau:
                 remedy='With mode="min" and public rows the mean loss is followed.',
             )
 
-    def count(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add a part of a step's batch to the number of correct predictions."""
+    def count(self, step: int, outputs: Tensor, targets: Tensor) -> None:
+        """Add a part of the batch of a step to its number of correct predictions."""
         if self.paid is None:
             return
+        if step != self._counted:  # each row is counted in one number alone
+            self._correct, self._counted = 0, step
         if not is_class_score(outputs, targets):
             raise InputError(
                 "scores of classes, and labels that are whole numbers",
@@ -129,7 +142,8 @@ class OnPlateau:
 
     def after_step(self, private: PrivateGradients, loss: Loss) -> None:
         """Measure and step the scheduler, where it is time to."""
-        correct, self._correct = self._correct, 0
+        correct = self._correct if self._counted == private.step - 1 else 0
+        self._correct = 0
         if private.step % self.every:
             return
         if self.paid is None:

@@ -186,7 +186,7 @@ def _losses(
         outputs = private.model(x)
         private.guard.expect(outputs)
         if metric is not None:
-            metric.count(outputs, y)
+            metric.count(private.step, outputs, y)
         yield loss(outputs, y)
 
 
