@@ -101,8 +101,8 @@ class Setting:
     hidden: int = 1000
     grids: Mapping[str, tuple[tuple[int, ...], int]]
     joint: tuple[JointTask, ...] = JOINT
-    joint_effort: tuple[Effort, Effort] = (Effort(5, 6), Effort(4, 4))
-    joint_large: int = 20_000_000
+    joint_effort: tuple[Effort, Effort] = (Effort(5, 6), Effort(3, 4))
+    joint_large: int = 4_000_000
 
     def __post_init__(self) -> None:
         _validate.count("repeats", self.repeats, at_least=2)

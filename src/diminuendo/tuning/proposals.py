@@ -81,8 +81,6 @@ class Proposals:
         """The candidate with one choice more, or two: so that each has been tried at least once."""
         found = []
         faded = self.faded(candidate, 0.6)
-        if self._open("steps"):
-            found += [self.longer(candidate, 2), self.longer(candidate, 4), self.longer(faded, 4)]
         if self._open("fall"):
             found += [faded, self.faded(candidate, 0.8)]
         if self._open("lr_shape"):
@@ -95,14 +93,6 @@ class Proposals:
             rules: Any = _names(self.space.clipping)
             found += [replace(candidate, clipping=rule) for rule in rules]
         return found
-
-    def longer(self, c: Candidate, times: int) -> Candidate:
-        """So many times as many steps, and about the same path."""
-        steps = int(_inside(self.space.steps, c.steps * times))
-        lr = c.lr
-        if self._open("lr"):
-            lr = _inside(self.space.lr, _short(lr * c.steps / steps))
-        return replace(c, steps=steps, lr=lr)
 
     def faded(self, c: Candidate, fall: float) -> Candidate:
         """With noise that falls to this share, or as near to it as the space allows."""
