@@ -1,12 +1,14 @@
-"""Hypothesis without deadlines, since timings are never asserted, and torch on one thread."""
+"""Hypothesis without deadlines, since timings are never asserted; torch on one thread; seeds."""
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -29,6 +31,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws from the shared generators is the same alone, in any order and anywhere.
+
+    The library's own noise and samples come from the operating system all the same.
+    """
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  scikit-learn draws from it
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
