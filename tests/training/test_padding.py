@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from small_runs import LINEAR, LOSS, gradient, run, two_ranks, weights
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import diminuendo as dim
-from diminuendo.training import Automatic, Compute, Flat, PerLayer, PrivateGradients
+from diminuendo.training import Automatic, Compute, Flat, OnPlateau, PerLayer, PrivateGradients
 from diminuendo.training.clipping import Clip, Engine
 from diminuendo.training.distributed import Group
 from diminuendo.training.mechanism import FastNoise, NoiseName
@@ -122,6 +123,10 @@ class _Silent:
     ) -> Tensor:
         del noise_std, sensitivity, step
         return total
+
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        del noise_std, step
+        return number
 
 
 class _SilentFast(FastNoise):
@@ -436,6 +441,20 @@ def test_the_training_loss_is_that_of_the_examples() -> None:
         for options in ({}, {"pad": True}, {"pad": True, "micro_batch": 3})
     ]
     assert seen[1:] == pytest.approx([seen[0]] * 2, rel=1e-5)
+
+
+def test_a_paid_metric_counts_no_blank_rows() -> None:
+    values = []
+    for options in ({}, {"pad": True}, {"pad": True, "micro_batch": 4}):
+        model = LINEAR.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        plateau = ReduceLROnPlateau(optimizer, mode="max", patience=2)
+        metric = OnPlateau(plateau, paid=0.2)
+        run(model, planned(6), optimizer=optimizer, lr_scheduler=metric, seed=3, **options)
+        values.append(metric.values)
+    assert len(values[0]) == 6
+    assert values[1] == pytest.approx(values[0])
+    assert values[2] == pytest.approx(values[0])
 
 
 SCRIPT = """
