@@ -59,6 +59,8 @@ class Guard:
         """Look at a call of the model that will be differentiated, before it is made."""
         if self._versions is None:
             self._versions = self._trained_versions()
+        if self._drawn is not None and self._drawn.rows < 2:
+            return  # blank rows beside one example, or none, would tell too little of a shape
         rows = first_rows(args, kwargs, self._size)
         if rows is None or not self._shapes.new(rows, self._model.training):
             return
@@ -229,10 +231,11 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "one that needs no loss",
+            "one that needs no loss, or one with a metric that is public or paid for",
             name="lr_scheduler",
             value="ReduceLROnPlateau",
-            remedy="The training loss is not released; take a scheduler that counts steps.",
+            remedy="The training loss is not released. fit takes OnPlateau(scheduler, "
+            "public=(x, y)), or OnPlateau(scheduler, paid=0.1).",
         )
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise InputError(

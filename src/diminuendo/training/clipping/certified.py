@@ -41,6 +41,8 @@ class Summation:
         self.precise: dict[int, int] = {}
         self.checks = False
         """Whether some call had a sum of a shape that is checked, rather than known beforehand."""
+        self.static = False
+        """Whether all sums are precise and in float64: nothing is decided by looking at data."""
 
     def parts(
         self,
@@ -53,11 +55,15 @@ class Summation:
         """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
         but for the probability ``certificate.FAILURE``. ``beside`` may be done meanwhile."""
         _check_reach(terms, examples, allowance)
-        if _tame(terms, sensitivity):
+        if not self.static and _tame(terms, sensitivity):
             for part in terms:
                 part.term.relax(_KNOWN * allowance / examples)
-        self.checks = self.checks or any(part.term.checked for part in terms)
-        quick = [part.term.checked and part.slot not in self.precise for part in terms]
+        may_check = [part.term.checked and not self.static for part in terms]
+        self.checks = self.checks or any(may_check)
+        quick = [
+            may and part.slot not in self.precise
+            for may, part in zip(may_check, terms, strict=True)
+        ]
         self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
         checked = [position for position, fast in enumerate(quick) if fast]
         longest = max([terms[position].term.probes() for position in checked], default=0)
@@ -104,7 +110,7 @@ def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
     worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
     if worst * examples > allowance / 2:
         raise EngineError(
-            f"the rounding error of a sum over {examples} examples cannot be bounded by "
+            "the rounding error of a sum over so many examples cannot be bounded by "
             f"{allowance:.1e} of the sensitivity; use smaller micro-batches"
         )
 
