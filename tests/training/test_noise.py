@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import COUNTED, LINEAR, LOSS, PERCEPTRON, gradient, run, weights
+from small_runs import COUNTED, LINEAR, LOSS, PERCEPTRON, gradient, in_a_fork, run, weights
 from torch import Tensor
 
 import diminuendo as dim
@@ -71,6 +71,22 @@ def test_noise_that_is_drawn_ahead_is_the_same_noise(size: int) -> None:
             source.ahead(size, again)
         with pytest.raises(DiminuendoError, match="never given out twice"):
             source.add_noise(total.clone(), **told, step=again)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_noise_that_is_drawn_ahead_belongs_to_one_process_and_one_sum() -> None:
+    """A fork, or a copy, between drawing and adding would have the same noise twice."""
+    drawn = ExactNoise(Keys.make()).ahead(8, 0)
+    told: dict[str, Any] = {"noise_std": 0.7, "sensitivity": 1.0, "step": 0}
+
+    def add() -> list[float]:
+        return drawn.add_noise(torch.zeros(8, dtype=torch.float64), **told).tolist()
+
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(DiminuendoError, match="neither copied nor written"):
+            act(drawn)
+    assert in_a_fork(add).startswith("refused: This process was forked")
+    assert len(add()) == 8
 
 
 @pytest.mark.parametrize("micro_batch", [None, 600])

@@ -7,7 +7,7 @@ expected batch size). An example whose gradient is not finite contributes zero. 
 then does is post-processing.
 
 The parts: `sampling` draws, `guard` refuses what nobody would pay for, `clipping` makes the clipped
-sum, `mechanism` adds the noise, and `journal` remembers across a crash.
+sum, `mechanism` adds the noise, `journal` remembers across a crash, and `resuming` goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from diminuendo import _validate
-from diminuendo.errors import InputError, UsageError
+from diminuendo.errors import UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
@@ -31,9 +31,10 @@ from diminuendo.training.clipping import Clip, Engine, Flat
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.groups import Groups
-from diminuendo.training.journal import Entry, Journal
+from diminuendo.training.journal import Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
+from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
 
@@ -52,9 +53,6 @@ class Released(NamedTuple):
 Policy = Callable[[Released], float]
 """From what was released to the next noise multiplier σ > 0."""
 
-
-_STATE = frozenset({"plan", "examples", "seed", "noise", "step", "lost", "spending", "released"})
-"""What a saved state has."""
 
 _STALE = (
     "This batch was drawn for step {}, and the next step to take is {}. Call private.batches "
@@ -468,10 +466,7 @@ class PrivateGradients:
         """
         self.guard.verify()
         return {
-            "plan": self.plan.digest,
-            "examples": self.plan.examples,
-            "seed": self.seeds.fixed,
-            "noise": self.noise,
+            **self._identity,
             "step": self.charged,
             "lost": self.lost,
             "smallest_part": self.sampler.smallest,
@@ -487,73 +482,42 @@ class PrivateGradients:
         (`lost`): nobody gets a second noise for the same step. So somebody must know of them: the
         journal, or a ledger. With a fixed seed the same noise is drawn again, and nothing is lost.
         """
-        missing = _STATE - set(state) if isinstance(state, Mapping) else _STATE
-        if missing:
-            raise InputError(
-                "what private.state_dict() gave",
-                name="the state",
-                value=f"one without {', '.join(sorted(missing))}",
-                remedy="Save it beside the model's and the optimiser's states.",
-            )
-        for name, mine in (
-            ("plan", self.plan.digest),
-            ("examples", self.plan.examples),
-            ("seed", self.seeds.fixed),
-            ("noise", self.noise),
-        ):
-            if state[name] != mine:
-                raise InputError(
-                    f"that of the run ({mine})", name=f"the state's {name}", value=state[name]
-                )
+        check_state(state, self._identity)
         if self._begun:
             raise UsageError(
                 "load_state_dict comes before the first batch. Make another PrivateGradients."
             )
-        if self.private and self.journal is None and not self.spending.durable:
-            raise UsageError(
-                "Nobody knows which steps were released after this state was saved, so that going "
-                "on from it could take the same step twice for the price of one. Train with "
-                'PrivateGradients(..., journal="journal.json") from the start, or let a ledger pay '
-                "(spending=ledger.pay(...))."
-            )
+        self._memory.check()
         self._resume(state)
         self.guard.watch(self.plan.examples)
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
-        spent = self.spending.steps if state is None else _steps(state["spending"])
-        step = 0 if state is None else int(state["step"])
-        entry = Entry() if self.journal is None else self.group.agree(lambda: self._read(step))
-        seen: int | None = spent + max(entry.upto - step, 0)
-        if not self.private:
-            seen = spent
-        elif self.journal is None:
-            seen = None
-        now = self.spending.resume(
-            None if state is None else state["spending"],
-            seen=seen,
-            receipt=entry.receipt,
-            events=self._planned(step) if self.policy is None else entry.after(step),
-        )
+        found = self._memory.resume(state, self._planned if self.policy is None else None)
         if state is not None:
             self.lost, self.released = int(state["lost"]), tuple(state["released"])
             # How finely batches were split decides what rounding may cost.
             parts = [n for n in (self.sampler.smallest, state.get("smallest_part")) if n]
             self.sampler.smallest = min(parts, default=None)
-        self.lost += now - spent
-        self.step = step + now - spent
-        self._checked_before = now > spent or (
+        self.lost += found.lost
+        self.step = found.over
+        self._checked_before = found.lost > 0 or (
             self.step > 0 if state is None else bool(state.get("checked", True))
         )
         self._begun = True
 
-    def _read(self, step: int) -> Entry:
-        """The journal's word; where nobody else keeps count, also of the journal's copies."""
-        assert self.journal is not None
-        return self.journal.read(
-            saved=step,
-            planned=self.policy is None,
-            alone=self.private and not self.spending.durable,
-        )
+    @property
+    def _memory(self) -> Memory:
+        return Memory(self.spending, self.journal, self.group, self.private)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have in common with the run that goes on from it."""
+        return {
+            "plan": self.plan.digest,
+            "examples": self.plan.examples,
+            "seed": self.seeds.fixed,
+            "noise": self.noise,
+        }
 
     def _planned(self, step: int) -> Iterable[GaussianStep]:
         """The plan's single steps from one on."""
@@ -571,10 +535,6 @@ class PrivateGradients:
             self.watch.stop()
         if self.journal is not None:
             self.journal.settle(self.charged)
-
-
-def _steps(spending: Mapping[str, Any]) -> int:
-    return sum(int(event["count"]) for event in spending["granted"])
 
 
 def _louder(share: float) -> float:

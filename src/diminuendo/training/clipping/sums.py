@@ -239,7 +239,8 @@ class Product(Term):
         weights = None if self.weights is None else self.weights[rows].unsqueeze(1)
         if vectors is None:
             count = self.narrow.shape[1]
-            left = self.factors.new_empty(rows.stop - rows.start, _liked(count + 1))
+            shape = rows.stop - rows.start, _liked(count + 1)
+            left = self.factors.new_empty(shape, dtype=torch.float64)
             left[:, :count] = self.narrow[rows]
             left[:, count:] = 0.0
         else:

@@ -61,7 +61,7 @@ class Keys:
     @property
     def shared(self) -> bytes:
         """The 32 bytes that all ranks need, to draw one sample. They tell nothing of the noise."""
-        self._check_process()
+        self.check_process()
         return self._shared
 
     def share(self, shared: bytes) -> None:
@@ -71,12 +71,12 @@ class Keys:
     @property
     def generators(self) -> bytes:
         """The secret that PyTorch's generators are made of: `seeds.Seeds`."""
-        self._check_process()
+        self.check_process()
         return self._root
 
     def sampling(self, step: int) -> bytes:
         """The key of a step's sample: the same on every rank, as often as it is asked for."""
-        self._check_process()
+        self.check_process()
         return _derive(self._shared, f"sampling {step}")
 
     def noise(self, step: int, rank: int = 0) -> tuple[bytes, bytes]:
@@ -97,7 +97,7 @@ class Keys:
         )
 
     def _once(self, purpose: str, step: int, rank: int) -> bytes:
-        self._check_process()
+        self.check_process()
         with self._lock:
             last = self._used.get((purpose, rank), -1)
             if step <= last:
@@ -108,8 +108,8 @@ class Keys:
             self._used[purpose, rank] = step
         return _derive(self._root, f"{purpose}, step {step} of rank {rank}")
 
-    def _check_process(self) -> None:
-        """A forked process would draw the numbers that its parent draws."""
+    def check_process(self) -> None:
+        """Raise in a forked process, which would draw the numbers that its parent draws."""
         if self.private and self._process != (os.getpid(), _forks):
             raise DiminuendoError(
                 "This process was forked from the one that began the run, and both would add the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,25 +46,30 @@ class ExactNoise:
 
     def ahead(self, size: int, step: int) -> DrawnNoise:
         """The noise of a step on a CPU before there is a sum to add it to: the same numbers."""
-        keys = self.keys.noise(step, self.rank)
-        return DrawnNoise(keys, cpu.ahead(size, keys[0]))
+        pair = self.keys.noise(step, self.rank)
+        return DrawnNoise(self.keys, pair, cpu.ahead(size, pair[0]))
 
 
 class DrawnNoise:
-    """Noise that was drawn ahead, for one sum."""
+    """Noise that was drawn ahead, for one sum in one process."""
 
-    def __init__(self, keys: tuple[bytes, bytes], drawn: cpu.Deviations) -> None:
-        self._drawn: tuple[tuple[bytes, bytes], cpu.Deviations] | None = keys, drawn
+    def __init__(self, keys: Keys, pair: tuple[bytes, bytes], drawn: cpu.Deviations) -> None:
+        self._keys = keys
+        self._drawn: tuple[tuple[bytes, bytes], cpu.Deviations] | None = pair, drawn
 
     def add_noise(
         self, total: Tensor, *, noise_std: float, sensitivity: float, step: int
     ) -> Tensor:
         """`total`, written over with the noisy sum; once."""
         del sensitivity
+        self._keys.check_process()
         if self._drawn is None:
             raise DiminuendoError(
                 f"The noise of step {step + 1} was added before: the same numbers are never given "
                 "out twice."
             )
-        (keys, drawn), self._drawn = self._drawn, None
-        return add_rounded_gaussian(total, noise_std, keys, drawn)
+        (pair, drawn), self._drawn = self._drawn, None
+        return add_rounded_gaussian(total, noise_std, pair, drawn)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._keys.__reduce_ex__(protocol)
