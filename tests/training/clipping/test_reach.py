@@ -60,6 +60,25 @@ class Bias(Model):
         return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).reshape(n, t, d)
 
 
+class Queries(Model):
+    """Learned queries attend to the batch, then values that are the same for all examples."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.kv = nn.Parameter(torch.randn(1, 2, 7, 3)), nn.Linear(6, 12)
+        self.other = nn.Linear(3, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        k, v = self.kv(x).view(n, t, 2, 2, 3).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(self.queries, k, v, dropout_p=self.dropout)
+        same = self.other(torch.ones_like(k))
+        again = F.scaled_dot_product_attention(seen, k, same, None, self.dropout)
+        return (seen + again).transpose(1, 2).reshape(n, t, d)
+
+
 class TimeFirst(Model):
     """(T, N, d) inside."""
 
@@ -270,8 +289,8 @@ class Bags(Model):
 
 
 HEALTHY = [
-    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, WrittenOver,
-    Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
+    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
 ]  # fmt: skip
 
 
@@ -329,18 +348,24 @@ def test_the_same_on_a_gpu(kind: type[Model]) -> None:
         close(total.cpu(), other, 1e-9, "sum", 1e-3)
 
 
-def test_dropout_on_a_learned_bias() -> None:
+class DroppedBias(Bias):
+    def body(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        bias = self.bias(torch.arange(t)[:, None] - torch.arange(t) + t - 1).permute(2, 0, 1)
+        q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5)
+        return mixed.transpose(1, 2).reshape(n, t, d)
+
+
+class DroppedQueries(Queries):
+    dropout = 0.5
+
+
+@pytest.mark.parametrize("kind", [DroppedBias, DroppedQueries])
+@pytest.mark.parametrize("examples", [3, 7])
+def test_dropout_in_attention_on_what_is_learned(kind: type[Model], examples: int) -> None:
     """Attention that is repeated would draw another dropout."""
-
-    class Dropped(Bias):
-        def body(self, x: Tensor) -> Tensor:
-            n, t, d = x.shape
-            bias = self.bias(torch.arange(t)[:, None] - torch.arange(t) + t - 1).permute(2, 0, 1)
-            q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5)
-            return mixed.transpose(1, 2).reshape(n, t, d)
-
-    model, x = Dropped(), torch.randn(7, 7, 2)
+    model, x = kind(), torch.randn(examples, 7, 2)
     torch.manual_seed(3)
     expected = torch.autograd.grad(logits(model, (x,)).sum(), list(model.parameters()))
     with Engine(model) as engine:

@@ -143,17 +143,32 @@ def _joined(
 def _attention(
     watch: Watch, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Attention with a learned bias on its scores: repeating it would draw another dropout."""
+    """Attention with a learned bias on its scores, or of learned queries, keys or values.
+
+    Repeating it would draw another dropout, so what is learned is spread over the examples.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     q, k, v, bias, dropout, causal, scale, shared = _named(names, args, kwargs)
-    rows = watch.settle(q)
-    if rows is None or not 0 <= rows.dim < q.dim() - 2 or watch.made_of(bias) is None:
+    found = next(((part, rows) for part in (q, k, v) if (rows := watch.settle(part))), None)
+    if found is None or not 0 <= found[1].dim < found[0].dim() - 2:
         return NotImplemented
-    if any(watch.made_of(part) is not None for part in (q, k, v)):
+    dim, size = found[1].dim, found[0].shape[found[1].dim]
+    if any(part.dim() != found[0].dim() or part.shape[dim] not in (1, size) for part in (q, k, v)):
         return NotImplemented
-    spread = lift(watch, bias, torch.Size((*q.shape[:-1], k.shape[-2])), rows)
+
+    def spread(part: Tensor, *last: int) -> Tensor:
+        if watch.made_of(part) is None:
+            return part
+        shape = [*q.shape[:-2], *last] if last else list(part.shape)
+        shape[dim] = size
+        return lift(watch, part, torch.Size(shape), found[1])
+
+    if bias is not None:
+        bias = spread(bias, q.shape[-2], k.shape[-2])
     more = {} if shared is None else {"enable_gqa": shared}
-    return func(q, k, v, spread, dropout or 0.0, bool(causal), scale=scale, **more)
+    return func(
+        spread(q), spread(k), spread(v), bias, dropout or 0.0, bool(causal), scale=scale, **more
+    )
 
 
 def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
