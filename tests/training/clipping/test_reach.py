@@ -274,6 +274,18 @@ class Tables(Model):
         return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
 
 
+class ConstantValues(Model):
+    """Attention that goes by the batch, to values that are no part of it, the examples second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(6, 2)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.attend(x, x, torch.ones_like(x).cumsum(-1))[0].transpose(0, 1)
+
+
 class Bags(Model):
     """Layers without code of their own."""
 
@@ -290,7 +302,7 @@ class Bags(Model):
 
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
-    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, ConstantValues, Bags,
 ]  # fmt: skip
 
 
@@ -346,6 +358,42 @@ def test_the_same_on_a_gpu(kind: type[Model]) -> None:
         actual = engine.clipped_sum(logits(model, (x.cuda(),)), Flat(0.5))
     for total, other in zip(actual.sums, expected.sums, strict=True):
         close(total.cpu(), other, 1e-9, "sum", 1e-3)
+
+
+class Pictured(nn.Module):
+    """Texts with pictures, which come in pieces: 2 for the first example, 1 for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.words = nn.Linear(4, 6), nn.Embedding(9, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, pictures: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(words).masked_scatter((words == 8)[..., None], self.look(pictures).tanh())
+        return self.head(self.norm(x)) * mask[..., None]
+
+
+@pytest.mark.parametrize("examples", [2, 3, 5])
+def test_pictures_in_pieces_beside_texts(examples: int) -> None:
+    """The first input has more rows than there are examples."""
+    model, words = Pictured(), torch.randint(0, 8, (examples, 7))
+    words[:, 2], words[0, 4] = 8, 8
+    pictures, mask = torch.randn(examples + 1, 4), torch.ones(examples, 7, dtype=torch.long)
+
+    def losses(pictures: Tensor, rows: slice) -> Tensor:
+        return model(pictures, words[rows], mask[rows]).square().flatten(1).sum(1)
+
+    parts = [slice(0, 2), *(slice(i, i + 1) for i in range(2, examples + 1))]
+    grads = [
+        torch.autograd.grad(losses(pictures[part], slice(i, i + 1)).sum(), list(model.parameters()))
+        for i, part in enumerate(parts)
+    ]
+    norms, sums = reference([torch.stack(column) for column in zip(*grads)], Flat(0.5), [])
+    with Engine(model) as engine:
+        result = engine.clipped_sum(losses(pictures, slice(None)), Flat(0.5))
+    close(result.norms, norms, 1e-10, "norms")
+    for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, name, 1e-3)
 
 
 class DroppedBias(Bias):

@@ -23,6 +23,9 @@ from diminuendo.training.clipping.rows import Rows, default
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
 
+# What PyTorch's functions raise where the rows of one example are not an input they can take.
+_ALONE = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
 
 class OperationPiece(MetPiece):
     """An operation that is replayed for the gradients of what is made of parameters."""
@@ -125,7 +128,7 @@ class OperationPiece(MetPiece):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 values, outs = torch.func.vmap(pull)(batch, pieces)
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        except _ALONE:
             return None
         for k, out in zip(wanted, outs, strict=True):
             seen, version = self.seen[k]

@@ -47,14 +47,12 @@ class Watch(TorchFunctionMode):
         self.examples = 0
         self.busy = False
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Mark the inputs of the model: those with as many rows as the first one has."""
-        self.examples = 0
+    def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
+        """Mark the inputs of the model: those with one row for each example."""
+        self.examples = examples
         for leaf in inputs:
-            if leaf.dim() and not isinstance(leaf, nn.Parameter):
-                self.examples = self.examples or leaf.shape[0]
-                if leaf.shape[0] == self.examples:
-                    setattr(leaf, TAG, Rows(self.examples))
+            if leaf.dim() and leaf.shape[0] == examples and not isinstance(leaf, nn.Parameter):
+                setattr(leaf, TAG, Rows(examples))
 
     def rows_of(self, leaf: Tensor) -> Rows | None:
         """Where the tensor holds examples, if it does."""
@@ -247,6 +245,24 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
     return leaves
 
 
+def _counted(inputs: Sequence[Tensor]) -> int:
+    """The number of examples: the first dimension of the first input.
+
+    Unless no other input has it and several have another, token numbers among them: the first is
+    then taken for pictures in pieces, whose number varies from example to example. A wrong choice
+    is refused later, since there is one loss for each example.
+    """
+    held = [leaf for leaf in inputs if leaf.dim() and not isinstance(leaf, nn.Parameter)]
+    sizes = [leaf.shape[0] for leaf in held]
+    if not sizes or sizes[0] == 0 or sizes.count(sizes[0]) > 1:
+        return sizes[0] if sizes else 0
+    for leaf in held[1:]:
+        whole = leaf.dim() > 1 and not leaf.is_floating_point() and not leaf.is_complex()
+        if whole and sizes.count(leaf.shape[0]) > 1:
+            return leaf.shape[0]
+    return sizes[0]
+
+
 def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tensor) -> int:
     """The dimension along which ``sort`` or ``topk`` goes."""
     numbers = [part for part in args[1 if name == "sort" else 2 :] if type(part) is int]
@@ -308,14 +324,14 @@ class Root:
             with self.tape.pause():
                 self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
-        examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
+        examples = _counted(inputs)
         self.shape = tuple(
             tuple(0 if size == examples else size for size in leaf.shape) for leaf in inputs
         )
         if examples == 0 or (self.shape in self._plain and not self.always):
             return call(model, *args, **kwargs)
         self.watch.busy = False
-        self.watch.begin(inputs)
+        self.watch.begin(inputs, examples)
         with self._on():
             result = call(model, *args, **kwargs)
         if not self.watch.busy:
