@@ -274,6 +274,46 @@ class Tables(Model):
         return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
 
 
+class Overwritten(Model):
+    """Tables made of parameters that are changed in place after they met the batch, or before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(7, 6), nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        scale = self.scale * 1.5
+        x = x + scale
+        scale.mul_(2)
+        x = x + scale
+        scale[:3].mul_(3)
+        x = x + scale
+        scale[0] = 1.5
+        looked = self.table(torch.arange(7))
+        x = x + looked
+        looked[2] = 0.5
+        looked[4:].mul_(2)
+        each = self.table(torch.full((len(x),), 3))
+        each[:, :2].mul_(0.5)
+        return x + scale + looked + each[:, None]
+
+
+class Assembled(Model):
+    """Learned rows that are written on constants, as many as an example asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(7, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        table, parts = torch.zeros_like(x), torch.zeros(7, 6)
+        for i, number in enumerate((x[:, 0, 0] * 3).long().remainder(5).tolist()):
+            table[i, : number + 1] = self.places[: number + 1]
+            table[i, number + 1 :] = self.places[0]
+        parts[:2].copy_(self.places[:2] * 2)
+        return x + table + parts
+
+
 class ConstantValues(Model):
     """Attention that goes by the batch, to values that are no part of it, the examples second."""
 
@@ -302,7 +342,8 @@ class Bags(Model):
 
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
-    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, ConstantValues, Bags,
+    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
+    ConstantValues, Bags,
 ]  # fmt: skip
 
 
@@ -388,7 +429,9 @@ def test_pictures_in_pieces_beside_texts(examples: int) -> None:
         torch.autograd.grad(losses(pictures[part], slice(i, i + 1)).sum(), list(model.parameters()))
         for i, part in enumerate(parts)
     ]
-    norms, sums = reference([torch.stack(column) for column in zip(*grads)], Flat(0.5), [])
+    norms, sums = reference(
+        [torch.stack(column) for column in zip(*grads, strict=True)], Flat(0.5), []
+    )
     with Engine(model) as engine:
         result = engine.clipped_sum(losses(pictures, slice(None)), Flat(0.5))
     close(result.norms, norms, 1e-10, "norms")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diminuendo.training.clipping.errors import EngineError
@@ -46,7 +46,7 @@ class OperationPiece(MetPiece):
         self.func, self.spec = func, spec
         self.targets, self.rows = sorted(targets), rows
         self.leaves = [
-            leaf if k in targets or not isinstance(leaf, Tensor) else self.save(leaf)
+            self._kept(leaf, k in targets) if isinstance(leaf, Tensor) else leaf
             for k, leaf in enumerate(leaves)
         ]
         device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
@@ -57,6 +57,13 @@ class OperationPiece(MetPiece):
         )
         self.outs: list[tuple[torch.Size, Rows]] = []
         self.seen: list[tuple[Tensor, int]] = []
+
+    def _kept(self, leaf: Tensor, made: bool) -> Tensor:
+        if not made:
+            return self.save(leaf)
+        if not isinstance(leaf, nn.Parameter):
+            self.save(leaf)  # it is read again
+        return self.hold(leaf)
 
     def _call(self, made: Sequence[Tensor], batch: dict[int, Tensor]) -> list[Tensor]:
         leaves = list(self.leaves)

@@ -228,10 +228,21 @@ class Watch(TorchFunctionMode):
             if not copied or whole.shape in (rest, (1, *rest)):
                 spread = lift(self, whole, result.shape, Rows(self.examples))
                 return spread.contiguous() if copied else spread
+        if op.inplace and isinstance(args[0], Tensor):
+            self._overwritten(args[0], params)
+            return result
         for out in tensors(result, 2):
             if out.requires_grad and not isinstance(out, nn.Parameter):
                 setattr(out, TAG, Made(params, (op.name, (*args, kwargs))))
         return result
+
+    def _overwritten(self, target: Tensor, params: dict[int, nn.Parameter]) -> None:
+        """Parameters were written on a constant, or on what was made of others before."""
+        for out in (target, target._base):
+            if out is not None and out.requires_grad and not isinstance(out, nn.Parameter):
+                before = getattr(out, TAG, None)
+                known = before.params if isinstance(before, Made) else {}
+                setattr(out, TAG, Made({**known, **params}))
 
 
 def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
