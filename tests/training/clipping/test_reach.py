@@ -314,6 +314,43 @@ class Assembled(Model):
         return x + table + parts
 
 
+class OneByOne(Model):
+    """A loop over the examples, each with learned rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.token, self.places = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(7, 6))
+        self.blend = nn.Conv1d(6, 6, 3, padding=1)
+
+    def body(self, x: Tensor) -> Tensor:
+        outs = []
+        for i in range(len(x)):
+            part = torch.cat([self.token, self.inner(x[i])])[:-1] + self.places
+            part = self.norm(part) * part.mean(0).exp() + part.select(0, 2)
+            outs.append(self.blend(part.t().unsqueeze(0)).squeeze(0).t())
+        return torch.stack(outs)
+
+
+class Lengths(Model):
+    """Examples of different lengths, packed for a layer and padded again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.end = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        lengths = [1 + int(part[0, 0] * 3) % 6 for part in x]
+        parts = [
+            torch.cat([part[:size], self.end[None]]) for part, size in zip(x, lengths, strict=True)
+        ]
+        packed = self.inner(torch.cat(parts)).tanh()
+        out = torch.zeros_like(x)
+        for i, part in enumerate(packed.split([size + 1 for size in lengths])):
+            out[i, : len(part)] = part * self.end
+        return out
+
+
 class ConstantValues(Model):
     """Attention that goes by the batch, to values that are no part of it, the examples second."""
 
@@ -343,7 +380,7 @@ class Bags(Model):
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
     WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
-    ConstantValues, Bags,
+    OneByOne, Lengths, ConstantValues, Bags,
 ]  # fmt: skip
 
 
@@ -479,6 +516,28 @@ class Centred(Model):
         return x - x.mean(0)
 
 
+class Neighbours(Model):
+    """A loop over the examples in which each sees the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.stack([(x[i] + x[i - 1]) * self.scale for i in range(len(x))])
+
+
+class Taken(Model):
+    """Every example gets what a layer made of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(x[0])
+
+
 class Reversed(Model):
     """The examples come out in another order than they went in."""
 
@@ -508,6 +567,8 @@ def contrast(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         (Across, batch_loss),
         (Centred, batch_loss),
         (Reversed, batch_loss),
+        (Neighbours, batch_loss),
+        (Taken, batch_loss),
         (Model, mean_of_all),
         (Model, beside_the_mean),
         (Model, contrast),

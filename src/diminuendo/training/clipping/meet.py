@@ -21,7 +21,7 @@ from diminuendo.training.clipping.lift import RowsPiece, lift, padding_of
 from diminuendo.training.clipping.marks import Made, Operation
 from diminuendo.training.clipping.product import product
 from diminuendo.training.clipping.replay import replayed
-from diminuendo.training.clipping.rows import TAG, Rows
+from diminuendo.training.clipping.rows import TAG, One, Rows
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
@@ -74,7 +74,7 @@ def _elementwise(
 ) -> Any:
     operands = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
     shape = args[0].shape if op.inplace else _broadcast(*operands)
-    aligned = rows.moved(rows.dim + len(shape) - source.dim())
+    aligned = _aligned(rows, source, shape)
     lifted = {
         id(part): lift(watch, part, shape, aligned) for part in operands if watch.made_of(part)
     }
@@ -94,6 +94,13 @@ def _broadcast(*operands: Tensor) -> torch.Size:
     return torch.Size(sizes)
 
 
+def _aligned(rows: Rows, source: Tensor, shape: torch.Size) -> Rows:
+    """Where the examples of ``source`` are once it is spread over ``shape``."""
+    if type(rows) is One:
+        return rows.over(shape)
+    return rows.moved(rows.dim + len(shape) - source.dim())
+
+
 def _written(
     watch: Watch, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -106,9 +113,9 @@ def _written(
             "the tensor the other way round, from the batch"
         )
     with torch.no_grad():
-        shape = target[index].shape
-    place = indexed(target, rows, index, len(shape))
-    return func(target, index, lift(watch, value, shape, place), **kwargs)
+        part = target[index]
+    place = indexed(target, rows, index, part)
+    return func(target, index, lift(watch, value, part.shape, place), **kwargs)
 
 
 def _filled(
@@ -120,7 +127,7 @@ def _filled(
     if rows is None or func.__name__.endswith("_"):
         return NotImplemented
     shape = _broadcast(x, mask)
-    aligned = rows.moved(rows.dim + len(shape) - x.dim())
+    aligned = _aligned(rows, x, shape)
     return torch.where(mask, lift(watch, value, shape, aligned), x)
 
 
@@ -134,9 +141,20 @@ def _joined(
         return NotImplemented
     whole, rows = found
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if func.__name__ != "stack" and dim % whole.dim() == rows.dim:
+    if type(rows) is One:  # what is learned belongs to the only example there is
+        known = {
+            tag.example if type(tag) is One else -1 for tag in map(watch.rows_of, parts) if tag
+        }
+        if len(known) > 1:
+            return NotImplemented
+    elif func.__name__ != "stack" and dim % whole.dim() == rows.dim:
         return NotImplemented
-    fixed = [lift(watch, part, part.shape, rows) if watch.made_of(part) else part for part in parts]
+    fixed = [
+        lift(watch, part, part.shape, _aligned(rows, part, part.shape))
+        if watch.made_of(part)
+        else part
+        for part in parts
+    ]
     return func(fixed, *args[1:], **{key: v for key, v in kwargs.items() if key != "tensors"})
 
 

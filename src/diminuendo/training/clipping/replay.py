@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, scattered
 from diminuendo.training.clipping.marks import Made, Operation, tensors
-from diminuendo.training.clipping.rows import Rows, default
+from diminuendo.training.clipping.rows import Rows
+from diminuendo.training.clipping.rules import follow
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
@@ -225,11 +226,7 @@ def replayed(
     watched: list[Tensor] = []
     for k, out in enumerate(parts):
         if isinstance(out, Tensor) and out.is_floating_point():
-            place = (
-                op.rule(args, kwargs, source, rows, out, len(watched))
-                if op.rule is not None
-                else default(source, rows, out)
-            )
+            place = follow(op.rule, args, kwargs, source, rows, out, len(watched))
             piece.outs.append((out.shape, place))
             out = watch.tape.attach(out)
             # One output may be made of another: only what comes from outside counts for that one.

@@ -101,6 +101,31 @@ class Copies(Rows):
     __slots__ = ()
 
 
+class One(Rows):
+    """A tensor of one example alone, such as ``x[i]``, and what is computed from it."""
+
+    __slots__ = ("example",)
+
+    def __init__(self, examples: int, example: int, shape: torch.Size) -> None:
+        owner = torch.full((shape[0],), example) if shape else None
+        super().__init__(examples, 0 if shape else -1, owner)
+        self.example = example
+
+    def moved(self, dim: int) -> Rows:
+        return self if dim == self.dim else Rows(self.examples, dim, self.owner)
+
+    def over(self, shape: torch.Size) -> One:
+        """The same example's, in another shape."""
+        return One(self.examples, self.example, shape)
+
+
+def single(rows: Rows, index: int, source: Tensor, out: Tensor) -> Rows:
+    """What was taken from ``source`` at one index along the dimension of its examples."""
+    if not rows.fits(source):
+        return Rows(rows.examples, -1)
+    return One(rows.examples, int(rows.owners(source.shape[rows.dim])[index]), out.shape)
+
+
 def settled(rows: Rows, tensor: Tensor) -> Rows:
     """``rows`` without its index where that says no more than the order of the examples."""
     owner = rows.owner

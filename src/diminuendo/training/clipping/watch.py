@@ -31,8 +31,8 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import TAG, Copies, Rows, default, guess, settled
-from diminuendo.training.clipping.rules import RULES
+from diminuendo.training.clipping.rows import TAG, Copies, One, Rows, guess, settled
+from diminuendo.training.clipping.rules import RULES, follow
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.tape import Tape
@@ -164,22 +164,15 @@ class Watch(TorchFunctionMode):
                 setattr(result, TAG, rows)
                 return
         outs = [result] if isinstance(result, Tensor) else list(tensors(result, 2))
-        if op.name in ("sort", "topk") and dimension(args, kwargs, op.name, source) == rows.dim:
+        sorting = op.name in ("sort", "topk") and type(rows) is not One
+        if sorting and dimension(args, kwargs, op.name, source) == rows.dim:
             for out in outs:
                 setattr(out, TAG, ordered(rows, source, outs[-1]))
             return
         for nr, out in enumerate(outs):
             if out is source:
                 continue
-            if op.rule is not None:
-                found = op.rule(args, kwargs, source, rows, out, nr)
-            elif (
-                0 <= rows.dim < out.dim() == source.dim()
-                and out.shape[rows.dim] == source.shape[rows.dim]
-            ):
-                found = rows
-            else:
-                found = default(source, rows, out)
+            found = follow(op.rule, args, kwargs, source, rows, out, nr)
             if type(rows) is not Copies or found.regular(out):
                 setattr(out, TAG, found)
         if op.inplace and args and isinstance(args[0], Tensor):
@@ -283,10 +276,11 @@ def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tens
 
 def _better(leaf: Tensor, rows: Rows, source: Tensor | None, best: Rows) -> bool:
     """Whether to follow the examples of this argument rather than those of an earlier one."""
-    if best.dim < 0 <= rows.dim or (type(best) is Copies and type(rows) is not Copies):
+    if best.dim < 0 <= rows.dim:
         return True
-    if type(rows) is Copies and type(best) is not Copies:
-        return False
+    for weaker in (Copies, One):
+        if (type(best) is weaker) != (type(rows) is weaker):
+            return type(best) is weaker
     return source is not None and rows.dim >= 0 and leaf.dim() > source.dim()
 
 
