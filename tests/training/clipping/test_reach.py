@@ -444,9 +444,13 @@ class Pictured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.look, self.words = nn.Linear(4, 6), nn.Embedding(9, 6)
+        self.places = nn.Parameter(torch.randn(1, 4, 3, 3))
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
 
     def forward(self, pictures: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+        where = (words == 8).nonzero()[:, 1].double() / 7
+        grid = torch.stack([where, where.sin()], -1)[None, :, None]
+        pictures = pictures + F.grid_sample(self.places, grid, align_corners=False)[0, ..., 0].T
         x = self.words(words).masked_scatter((words == 8)[..., None], self.look(pictures).tanh())
         return self.head(self.norm(x)) * mask[..., None]
 

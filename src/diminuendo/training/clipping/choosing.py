@@ -227,6 +227,17 @@ def got(
     return indexed(source, rows, args[1], out)
 
 
+def found(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``nonzero``: each row holds the place of an entry, and so its example."""
+    del args, nr
+    if kwargs.get("as_tuple") or not rows.fits(source):
+        return guess(out, rows.examples)
+    owners = rows.owners(source.shape[rows.dim]).to(out.device)
+    return Rows(rows.examples, 0, owners[out[:, rows.dim]])
+
+
 def masked(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:

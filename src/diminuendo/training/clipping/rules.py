@@ -77,6 +77,7 @@ RULES: dict[str, Rule] = {
     "einsum": reshaping.equation,
     "__getitem__": choosing.got,
     "masked_select": choosing.masked,
+    **dict.fromkeys(("nonzero", "argwhere"), choosing.found),
     "embedding": choosing.looked_up,
     "one_hot": choosing.looked_up,
     **dict.fromkeys(

@@ -114,7 +114,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
             source = rows = None
-        if made and rows is not None and rows.dim < 0 and self._picks(op, args, kwargs):
+        if made and rows is not None and self._picks(op, args, kwargs, rows):
             source = rows = None
         if made and torch.is_grad_enabled():
             self.busy = True
@@ -130,13 +130,21 @@ class Watch(TorchFunctionMode):
             setattr(result, TAG, Copies(self.examples))
         return result
 
-    def _picks(self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _picks(
+        self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+    ) -> bool:
         """Whether parameters are picked by numbers that belong to the whole batch.
 
         A model may loop over the experts that any example was routed to: ``weights[expert]`` is
-        then made of parameters alone, whatever made it be looked at.
+        then made of parameters alone, whatever made it be looked at. So are positions that are
+        read off a learned table for the pieces of all pictures together.
         """
-        if op.name not in ("__getitem__", "select", "index_select") or self.rows_of(args[0]):
+        if op.name == "grid_sample":
+            return self.made_of(args[0]) is not None and not any(
+                leaf.requires_grad for leaf in _leaves(args[1:], kwargs)
+            )
+        picking = op.name in ("__getitem__", "select", "index_select")
+        if not picking or rows.dim >= 0 or self.rows_of(args[0]):
             return False
         return all(
             leaf.dim() == 0 and not leaf.is_floating_point()
