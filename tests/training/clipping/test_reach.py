@@ -439,45 +439,91 @@ def test_the_same_on_a_gpu(kind: type[Model]) -> None:
 
 
 class Pictured(nn.Module):
-    """Texts with pictures, which come in pieces: 2 for the first example, 1 for each other."""
+    """Texts with pictures, which come in pieces; word 8 stands for a piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixing: bool = False) -> None:
         super().__init__()
         self.look, self.words = nn.Linear(4, 6), nn.Embedding(9, 6)
-        self.places = nn.Parameter(torch.randn(1, 4, 3, 3))
+        self.places, self.mixing = nn.Parameter(torch.randn(1, 4, 3, 3)), mixing
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
 
-    def forward(self, pictures: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, pieces: Tensor, words: Tensor, mask: Tensor) -> Tensor:
         where = (words == 8).nonzero()[:, 1].double() / 7
         grid = torch.stack([where, where.sin()], -1)[None, :, None]
-        pictures = pictures + F.grid_sample(self.places, grid, align_corners=False)[0, ..., 0].T
-        x = self.words(words).masked_scatter((words == 8)[..., None], self.look(pictures).tanh())
+        pieces = pieces + F.grid_sample(self.places, grid, align_corners=False)[0, ..., 0].T
+        seen = self.look(pieces).tanh()
+        if self.mixing:
+            seen = seen + seen.mean(0)
+        x = self.words(words).masked_scatter((words == 8)[..., None], seen)
         return self.head(self.norm(x)) * mask[..., None]
 
 
+def pictured(
+    model: Pictured, counts: list[int]
+) -> tuple[Tensor, Callable[[slice, Tensor], Tensor]]:
+    """Pieces of pictures, and the losses of some of the examples, given their pieces."""
+    words = torch.randint(0, 8, (len(counts), 7))
+    for row, count in enumerate(counts):
+        words[row, 2 : 2 + count] = 8
+    mask = torch.ones(len(counts), 7, dtype=torch.long)
+
+    def losses(rows: slice, pieces: Tensor) -> Tensor:
+        return model(pieces, words[rows], mask[rows]).square().flatten(1).sum(1)
+
+    return torch.randn(sum(counts), 4), losses
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize("examples", [2, 3, 5])
-def test_pictures_in_pieces_beside_texts(examples: int) -> None:
-    """The first input has more rows than there are examples."""
-    model, words = Pictured(), torch.randint(0, 8, (examples, 7))
-    words[:, 2], words[0, 4] = 8, 8
-    pictures, mask = torch.randn(examples + 1, 4), torch.ones(examples, 7, dtype=torch.long)
-
-    def losses(pictures: Tensor, rows: slice) -> Tensor:
-        return model(pictures, words[rows], mask[rows]).square().flatten(1).sum(1)
-
-    parts = [slice(0, 2), *(slice(i, i + 1) for i in range(2, examples + 1))]
+def test_pictures_in_pieces_beside_texts(examples: int, pieces: int) -> None:
+    """The first input may have more rows than there are examples."""
+    model = Pictured()
+    given, losses = pictured(model, [pieces] * examples)
     grads = [
-        torch.autograd.grad(losses(pictures[part], slice(i, i + 1)).sum(), list(model.parameters()))
-        for i, part in enumerate(parts)
+        torch.autograd.grad(losses(slice(i, i + 1), part).sum(), list(model.parameters()))
+        for i, part in enumerate(given.split(pieces))
     ]
     norms, sums = reference(
         [torch.stack(column) for column in zip(*grads, strict=True)], Flat(0.5), []
     )
     with Engine(model) as engine:
-        result = engine.clipped_sum(losses(pictures, slice(None)), Flat(0.5))
+        result = engine.clipped_sum(losses(slice(None), given), Flat(0.5))
     close(result.norms, norms, 1e-10, "norms")
     for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
         close(actual, expected, 1e-10, name, 1e-3)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_pieces_that_see_those_of_others_are_refused(pieces: int) -> None:
+    model = Pictured(mixing=True)
+    given, losses = pictured(model, [pieces] * 4)
+    with Engine(model) as engine, pytest.raises(MixedExamples):
+        engine.clipped_sum(losses(slice(None), given), Flat(1.0))
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 1, 2], [1, 3, 2, 2], [4, 1, 0, 3]])
+@pytest.mark.parametrize("mixing", [False, True])
+def test_pieces_of_unknown_examples_are_refused(counts: list[int], mixing: bool) -> None:
+    """Whose they are is not known, so neither is whether they reach another's loss."""
+    model = Pictured(mixing)
+    given, losses = pictured(model, counts)
+    with Engine(model) as engine, pytest.raises(EngineError, match=r"as many rows|own example"):
+        engine.clipped_sum(losses(slice(None), given), Flat(1.0))
+
+
+@pytest.mark.parametrize("examples", [2, 3, 4, 5])
+def test_a_mask_for_all_examples(examples: int) -> None:
+    """An input without examples that no parameter meets is a constant."""
+
+    class Masked(Bias):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = self.embed(x)
+            q, k, v = self.qkv(hidden).view(len(x), 4, 3, 2, 3).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+            return self.head(mixed.transpose(1, 2).reshape(hidden.shape))
+
+    model, mask = Masked(), torch.triu(torch.full((4, 4), -9.0), 1)
+    compare(model, (torch.randn(examples, 4, 2),), loss=lambda m, b: batch_loss(m, (*b, mask)))
 
 
 class DroppedBias(Bias):

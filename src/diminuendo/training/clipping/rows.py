@@ -119,6 +119,17 @@ class One(Rows):
         return One(self.examples, self.example, shape)
 
 
+class Pieces(Rows):
+    """An input of real numbers with another number of rows than there are examples.
+
+    It may be a constant, such as a mask, or hold several rows for each example, such as the pieces
+    of pictures. Where a parameter meets it, it is taken for equal blocks in the examples' order,
+    and the probe finds out whether that is so.
+    """
+
+    __slots__ = ()
+
+
 def single(rows: Rows, index: int, source: Tensor, out: Tensor) -> Rows:
     """What was taken from ``source`` at one index along the dimension of its examples."""
     if not rows.fits(source):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diminuendo.training.clipping import choosing, reshaping
-from diminuendo.training.clipping.rows import One, Rows, default
+from diminuendo.training.clipping.rows import One, Pieces, Rows, default
 
 Rule = Callable[[Sequence[Any], dict[str, Any], Tensor, Rows, Tensor, int], Rows]
 """(args, kwargs, source, its rows, output, number of the output) -> the output's rows."""
@@ -119,6 +119,8 @@ def follow(
     """Where an output holds its examples, by the rule of its operation if there is one."""
     if type(rows) is One and rule not in _JOINING:
         return rows.over(out.shape)
+    if type(rows) is Pieces and not rows.fits(source):  # nothing is known of its examples
+        return rows
     if rule is not None:
         return rule(args, kwargs, source, rows, out, nr)
     return default(source, rows, out)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from diminuendo.training.clipping.choosing import ordered
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import lift
 from diminuendo.training.clipping.marks import (
     EXPANDING,
@@ -31,7 +32,7 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import TAG, Copies, One, Rows, guess, settled
+from diminuendo.training.clipping.rows import TAG, Copies, One, Pieces, Rows, guess, settled
 from diminuendo.training.clipping.rules import RULES, follow
 
 if TYPE_CHECKING:
@@ -51,8 +52,12 @@ class Watch(TorchFunctionMode):
         """Mark the inputs of the model: those with one row for each example."""
         self.examples = examples
         for leaf in inputs:
-            if leaf.dim() and leaf.shape[0] == examples and not isinstance(leaf, nn.Parameter):
+            if leaf.dim() == 0 or isinstance(leaf, nn.Parameter):
+                continue
+            if leaf.shape[0] == examples:
                 setattr(leaf, TAG, Rows(examples))
+            elif leaf.is_floating_point():
+                setattr(leaf, TAG, Pieces(examples))
 
     def rows_of(self, leaf: Tensor) -> Rows | None:
         """Where the tensor holds examples, if it does."""
@@ -119,6 +124,8 @@ class Watch(TorchFunctionMode):
         if made and torch.is_grad_enabled():
             self.busy = True
             if rows is not None and source is not None:
+                if type(rows) is Pieces and not rows.fits(source):
+                    self._refuse_pieces(source, made[0])
                 result = meet(self, func, op, args, kwargs, source, rows)
             else:
                 return self._of_parameters(func, op, args, kwargs, made)
@@ -150,6 +157,15 @@ class Watch(TorchFunctionMode):
             leaf.dim() == 0 and not leaf.is_floating_point()
             for leaf in _leaves(args[1:], kwargs)
             if self.rows_of(leaf) is not None
+        )
+
+    def _refuse_pieces(self, source: Tensor, made: Made) -> None:
+        raise EngineError(
+            f"{self.tape.title(made)} meets an input (now of shape {tuple(source.shape)}) that does "
+            f"not have the same number of rows for each of {self.examples} examples, so that "
+            "nobody could tell whether an example's rows reach another's loss; give every example "
+            "as many rows (pad, or use pictures of one size), or keep it in the model by "
+            "register_buffer if it is a constant"
         )
 
     def mark(
@@ -286,7 +302,7 @@ def _better(leaf: Tensor, rows: Rows, source: Tensor | None, best: Rows) -> bool
     """Whether to follow the examples of this argument rather than those of an earlier one."""
     if best.dim < 0 <= rows.dim:
         return True
-    for weaker in (Copies, One):
+    for weaker in (Pieces, Copies, One):
         if (type(best) is weaker) != (type(rows) is weaker):
             return type(best) is weaker
     return source is not None and rows.dim >= 0 and leaf.dim() > source.dim()
