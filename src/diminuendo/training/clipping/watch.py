@@ -161,11 +161,11 @@ class Watch(TorchFunctionMode):
 
     def _refuse_pieces(self, source: Tensor, made: Made) -> None:
         raise EngineError(
-            f"{self.tape.title(made)} meets an input (now of shape {tuple(source.shape)}) that does "
-            f"not have the same number of rows for each of {self.examples} examples, so that "
-            "nobody could tell whether an example's rows reach another's loss; give every example "
-            "as many rows (pad, or use pictures of one size), or keep it in the model by "
-            "register_buffer if it is a constant"
+            f"{self.tape.title(made)} meets an input (shape {tuple(source.shape)}) that does not "
+            f"have the same number of rows for each of {self.examples} examples, so whether an "
+            "example's rows reach another's loss cannot be told; give every example as many rows "
+            "(pad, or use pictures of one size), or keep it in the model by register_buffer if it "
+            "is a constant"
         )
 
     def mark(
