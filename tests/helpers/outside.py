@@ -252,7 +252,9 @@ def found(dropout: float = 0.0) -> Parts:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out = model(**batch)
-        return out.logits.sin().flatten(1).mean(1) + out.pred_boxes.square().flatten(1).sum(1)
+        scores, boxes = out.logits.sin().flatten(1).mean(1), out.pred_boxes.square()
+        losses: Tensor = scores + boxes.flatten(1).sum(1)
+        return losses
 
     return model, {"pixel_values": pictures()}, loss
 
@@ -286,7 +288,8 @@ def told() -> Parts:
             mm_token_type_ids=(ids == 1).long(),
             use_cache=False,
         )
-        return out.logits.sin().flatten(1).mean(1)
+        losses: Tensor = out.logits.sin().flatten(1).mean(1)
+        return losses
 
     return model, {"input_ids": text, "pieces": pieces}, loss
 
