@@ -232,6 +232,70 @@ hub("Swin", "Swin", SEEN, {
     "window_size": 4, "drop_path_rate": 0.0, "num_labels": CLASSES, **QUIET,
 }, seen, classify)  # fmt: skip
 hub("wav2vec 2.0", "Wav2Vec2", CLASSIFIER, SOUND, heard, classify)
+
+
+def found(dropout: float = 0.0) -> Parts:
+    """Objects found in pictures by learned queries; its BatchNorm is frozen."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], out_features=["stage1", "stage2"]
+    )
+    config = transformers.DetrConfig(
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=dropout,
+        attention_dropout=dropout, num_queries=N, num_labels=CLASSES, use_timm_backbone=False,
+        backbone_config=backbone, use_pretrained_backbone=False, backbone=None,
+    )  # fmt: skip
+    model = transformers.DetrForObjectDetection(config).double().train()
+    with torch.no_grad():  # a norm of zeros, as in the first decoder layer, has no useful slope
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=_generator(5)), alpha=0.1)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        out = model(**batch)
+        scores, boxes = out.logits.sin().flatten(1).mean(1), out.pred_boxes.square()
+        losses: Tensor = scores + boxes.flatten(1).sum(1)
+        return losses
+
+    return model, {"pixel_values": pictures()}, loss
+
+
+def told() -> Parts:
+    """Texts about pictures of four pieces each, which the model gets in one long row."""
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                "mrope_section": [2, 1, 1]},
+        },
+        vision_config={
+            "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
+            "spatial_merge_size": 1, "mlp_ratio": 2,
+        },
+        vision_start_token_id=0, image_token_id=1, video_token_id=2,
+    )  # fmt: skip
+    model = transformers.Qwen2VLForConditionalGeneration(config).double().train()
+    text = tokens(10)
+    text[:, 2], text[:, 3:7] = 0, 1
+    pieces = torch.randn(N, 4, 96, generator=_generator(4), dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch["input_ids"]
+        out = model(
+            pixel_values=batch["pieces"].flatten(0, 1),
+            image_grid_thw=torch.tensor([[1, 2, 2]]).expand(len(ids), 3),
+            input_ids=ids,
+            mm_token_type_ids=(ids == 1).long(),
+            use_cache=False,
+        )
+        losses: Tensor = out.logits.sin().flatten(1).mean(1)
+        return losses
+
+    return model, {"input_ids": text, "pieces": pieces}, loss
+
+
+add("DETR", "transformers", found)
+add("Qwen 2-VL, pictures in pieces", "transformers", told, tol=1e-6)
 hub("ResNet (BatchNorm)", "ResNet", SEEN, {
     "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "num_labels": CLASSES,
     "layer_type": "basic",
@@ -377,6 +441,7 @@ def lowered(base: str, weights: bool) -> Parts:
 half = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 add("BERT, dropout", "training", functools.partial(random, "BERT", **half), seeded=True)
 add("ViT, dropout", "training", functools.partial(random, "ViT", **half), seeded=True)
+add("DETR, dropout", "training", functools.partial(found, 0.1), seeded=True)
 add("DINOv2, drop-path", "training",
     functools.partial(random, "DINOv2", drop_path_rate=0.2), seeded=True)  # fmt: skip
 for base in ("BERT", "Llama", "ViT"):

@@ -60,6 +60,25 @@ class Bias(Model):
         return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).reshape(n, t, d)
 
 
+class Queries(Model):
+    """Learned queries attend to the batch, then values that are the same for all examples."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.kv = nn.Parameter(torch.randn(1, 2, 7, 3)), nn.Linear(6, 12)
+        self.other = nn.Linear(3, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        k, v = self.kv(x).view(n, t, 2, 2, 3).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(self.queries, k, v, dropout_p=self.dropout)
+        same = self.other(torch.ones_like(k))
+        again = F.scaled_dot_product_attention(seen, k, same, None, self.dropout)
+        return (seen + again).transpose(1, 2).reshape(n, t, d)
+
+
 class TimeFirst(Model):
     """(T, N, d) inside."""
 
@@ -255,6 +274,95 @@ class Tables(Model):
         return x.reshape(-1, 6)[order][order.argsort()].view(x.shape)
 
 
+class Overwritten(Model):
+    """Tables made of parameters that are changed in place after they met the batch, or before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(7, 6), nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        scale = self.scale * 1.5
+        x = x + scale
+        scale.mul_(2)
+        x = x + scale
+        scale[:3].mul_(3)
+        x = x + scale
+        scale[0] = 1.5
+        looked = self.table(torch.arange(7))
+        x = x + looked
+        looked[2] = 0.5
+        looked[4:].mul_(2)
+        each = self.table(torch.full((len(x),), 3))
+        each[:, :2].mul_(0.5)
+        return x + scale + looked + each[:, None]
+
+
+class Assembled(Model):
+    """Learned rows that are written on constants, as many as an example asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(7, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        table, parts = torch.zeros_like(x), torch.zeros(7, 6)
+        for i, number in enumerate((x[:, 0, 0] * 3).long().remainder(5).tolist()):
+            table[i, : number + 1] = self.places[: number + 1]
+            table[i, number + 1 :] = self.places[0]
+        parts[:2].copy_(self.places[:2] * 2)
+        return x + table + parts
+
+
+class OneByOne(Model):
+    """A loop over the examples, each with learned rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.token, self.places = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(7, 6))
+        self.blend = nn.Conv1d(6, 6, 3, padding=1)
+
+    def body(self, x: Tensor) -> Tensor:
+        outs = []
+        for i in range(len(x)):
+            part = torch.cat([self.token, self.inner(x[i])])[:-1] + self.places
+            part = self.norm(part) * part.mean(0).exp() + part.select(0, 2)
+            outs.append(self.blend(part.t().unsqueeze(0)).squeeze(0).t())
+        return torch.stack(outs)
+
+
+class Lengths(Model):
+    """Examples of different lengths, packed for a layer and padded again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.end = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        lengths = [1 + int(part[0, 0] * 3) % 6 for part in x]
+        parts = [
+            torch.cat([part[:size], self.end[None]]) for part, size in zip(x, lengths, strict=True)
+        ]
+        packed = self.inner(torch.cat(parts)).tanh()
+        out = torch.zeros_like(x)
+        for i, part in enumerate(packed.split([size + 1 for size in lengths])):
+            out[i, : len(part)] = part * self.end
+        return out
+
+
+class ConstantValues(Model):
+    """Attention that goes by the batch, to values that are no part of it, the examples second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(6, 2)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.attend(x, x, torch.ones_like(x).cumsum(-1))[0].transpose(0, 1)
+
+
 class Bags(Model):
     """Layers without code of their own."""
 
@@ -270,8 +378,9 @@ class Bags(Model):
 
 
 HEALTHY = [
-    Positions, Bias, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked, WrittenOver,
-    Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Bags,
+    Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
+    WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
+    OneByOne, Lengths, ConstantValues, Bags,
 ]  # fmt: skip
 
 
@@ -329,18 +438,112 @@ def test_the_same_on_a_gpu(kind: type[Model]) -> None:
         close(total.cpu(), other, 1e-9, "sum", 1e-3)
 
 
-def test_dropout_on_a_learned_bias() -> None:
+class Pictured(nn.Module):
+    """Texts with pictures, which come in pieces; word 8 stands for a piece."""
+
+    def __init__(self, mixing: bool = False) -> None:
+        super().__init__()
+        self.look, self.words = nn.Linear(4, 6), nn.Embedding(9, 6)
+        self.places, self.mixing = nn.Parameter(torch.randn(1, 4, 3, 3)), mixing
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, pieces: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+        where = (words == 8).nonzero()[:, 1].double() / 7
+        grid = torch.stack([where, where.sin()], -1)[None, :, None]
+        pieces = pieces + F.grid_sample(self.places, grid, align_corners=False)[0, ..., 0].T
+        seen = self.look(pieces).tanh()
+        if self.mixing:
+            seen = seen + seen.mean(0)
+        x = self.words(words).masked_scatter((words == 8)[..., None], seen)
+        return self.head(self.norm(x)) * mask[..., None]
+
+
+def pictured(
+    model: Pictured, counts: list[int]
+) -> tuple[Tensor, Callable[[slice, Tensor], Tensor]]:
+    """Pieces of pictures, and the losses of some of the examples, given their pieces."""
+    words = torch.randint(0, 8, (len(counts), 7))
+    for row, count in enumerate(counts):
+        words[row, 2 : 2 + count] = 8
+    mask = torch.ones(len(counts), 7, dtype=torch.long)
+
+    def losses(rows: slice, pieces: Tensor) -> Tensor:
+        return model(pieces, words[rows], mask[rows]).square().flatten(1).sum(1)
+
+    return torch.randn(sum(counts), 4), losses
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("examples", [2, 3, 5])
+def test_pictures_in_pieces_beside_texts(examples: int, pieces: int) -> None:
+    """The first input may have more rows than there are examples."""
+    model = Pictured()
+    given, losses = pictured(model, [pieces] * examples)
+    grads = [
+        torch.autograd.grad(losses(slice(i, i + 1), part).sum(), list(model.parameters()))
+        for i, part in enumerate(given.split(pieces))
+    ]
+    norms, sums = reference(
+        [torch.stack(column) for column in zip(*grads, strict=True)], Flat(0.5), []
+    )
+    with Engine(model) as engine:
+        result = engine.clipped_sum(losses(slice(None), given), Flat(0.5))
+    close(result.norms, norms, 1e-10, "norms")
+    for name, actual, expected in zip(engine.names, result.sums, sums, strict=True):
+        close(actual, expected, 1e-10, name, 1e-3)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_pieces_that_see_those_of_others_are_refused(pieces: int) -> None:
+    model = Pictured(mixing=True)
+    given, losses = pictured(model, [pieces] * 4)
+    with Engine(model) as engine, pytest.raises(MixedExamples):
+        engine.clipped_sum(losses(slice(None), given), Flat(1.0))
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 1, 2], [1, 3, 2, 2], [4, 1, 0, 3]])
+@pytest.mark.parametrize("mixing", [False, True])
+def test_pieces_of_unknown_examples_are_refused(counts: list[int], mixing: bool) -> None:
+    """Whose they are is not known, so neither is whether they reach another's loss."""
+    model = Pictured(mixing)
+    given, losses = pictured(model, counts)
+    with Engine(model) as engine, pytest.raises(EngineError, match=r"as many rows|own example"):
+        engine.clipped_sum(losses(slice(None), given), Flat(1.0))
+
+
+@pytest.mark.parametrize("examples", [2, 3, 4, 5])
+def test_a_mask_for_all_examples(examples: int) -> None:
+    """An input without examples that no parameter meets is a constant."""
+
+    class Masked(Bias):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = self.embed(x)
+            q, k, v = self.qkv(hidden).view(len(x), 4, 3, 2, 3).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+            return self.head(mixed.transpose(1, 2).reshape(hidden.shape))
+
+    model, mask = Masked(), torch.triu(torch.full((4, 4), -9.0), 1)
+    compare(model, (torch.randn(examples, 4, 2),), loss=lambda m, b: batch_loss(m, (*b, mask)))
+
+
+class DroppedBias(Bias):
+    def body(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        bias = self.bias(torch.arange(t)[:, None] - torch.arange(t) + t - 1).permute(2, 0, 1)
+        q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5)
+        return mixed.transpose(1, 2).reshape(n, t, d)
+
+
+class DroppedQueries(Queries):
+    dropout = 0.5
+
+
+@pytest.mark.parametrize("kind", [DroppedBias, DroppedQueries])
+@pytest.mark.parametrize("examples", [3, 7])
+def test_dropout_in_attention_on_what_is_learned(kind: type[Model], examples: int) -> None:
     """Attention that is repeated would draw another dropout."""
-
-    class Dropped(Bias):
-        def body(self, x: Tensor) -> Tensor:
-            n, t, d = x.shape
-            bias = self.bias(torch.arange(t)[:, None] - torch.arange(t) + t - 1).permute(2, 0, 1)
-            q, k, v = self.qkv(x).view(n, t, 3, 2, 3).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5)
-            return mixed.transpose(1, 2).reshape(n, t, d)
-
-    model, x = Dropped(), torch.randn(7, 7, 2)
+    model, x = kind(), torch.randn(examples, 7, 2)
     torch.manual_seed(3)
     expected = torch.autograd.grad(logits(model, (x,)).sum(), list(model.parameters()))
     with Engine(model) as engine:
@@ -361,6 +564,28 @@ class Across(Model):
 class Centred(Model):
     def body(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class Neighbours(Model):
+    """A loop over the examples in which each sees the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.stack([(x[i] + x[i - 1]) * self.scale for i in range(len(x))])
+
+
+class Taken(Model):
+    """Every example gets what a layer made of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(x[0])
 
 
 class Reversed(Model):
@@ -392,6 +617,8 @@ def contrast(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         (Across, batch_loss),
         (Centred, batch_loss),
         (Reversed, batch_loss),
+        (Neighbours, batch_loss),
+        (Taken, batch_loss),
         (Model, mean_of_all),
         (Model, beside_the_mean),
         (Model, contrast),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diminuendo.training.clipping.reshaping import dims_of
-from diminuendo.training.clipping.rows import TAG, Rows, default, guess, varying
+from diminuendo.training.clipping.rows import TAG, One, Rows, default, guess, single, varying
 
 
 def _dim_of(args: Sequence[Any], kwargs: dict[str, Any], position: int, like: Tensor) -> int | None:
@@ -24,17 +24,43 @@ def joined(
     del nr
     parts = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0)) % out.dim()
-    if dim != rows.dim:
+    if dim != rows.dim and type(rows) is not One:
         return default(source, rows, out)
     owners = []
     for part in parts:
         known = getattr(part, TAG, None)
         size = part.shape[dim] if part.dim() > dim else 0
-        if isinstance(known, Rows) and known.dim == dim and known.fits(part):
+        if type(known) is One:
+            owners.append(torch.full((size,), known.example, device=out.device))
+        elif isinstance(known, Rows) and known.dim == dim and known.fits(part):
             owners.append(known.owners(size).to(out.device))
-        else:  # rows of nobody; the probe sees it if a gradient comes back through them
-            owners.append(torch.zeros(size, dtype=torch.long, device=out.device))
-    return Rows(rows.examples, dim, torch.cat(owners))
+        else:  # rows of nobody, or of the only example; the probe sees it if that is wrong
+            nobody = rows.example if type(rows) is One else 0
+            owners.append(torch.full((size,), nobody, device=out.device))
+    whole = Rows(rows.examples, dim, torch.cat(owners))
+    return _of_one(whole, out) if type(rows) is One else whole
+
+
+def _of_one(rows: Rows, out: Tensor) -> Rows:
+    """``rows``, or the one example that all of them belong to."""
+    owner = rows.owner
+    if owner is None or not owner.numel() or bool((owner != owner[0]).any()):
+        return rows
+    return One(rows.examples, int(owner[0]), out.shape)
+
+
+def stacked(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After tensors were stacked along a new dimension; if each is one example's, along it."""
+    del nr
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+    parts = args[0] if args else kwargs["tensors"]
+    if type(rows) is One:
+        known = [getattr(part, TAG, None) for part in parts]
+        owners = [tag.example if type(tag) is One else rows.example for tag in known]
+        return _of_one(Rows(rows.examples, dim, torch.tensor(owners, device=out.device)), out)
+    return rows.moved(rows.dim + (dim <= rows.dim)) if source.dim() else rows
 
 
 def split(
@@ -51,17 +77,16 @@ def split(
     else:  # all are as long as the first, but for the last
         start = min(nr * size, owners.numel() - size) if nr else 0
         start = owners.numel() - size if start + 2 * size > owners.numel() and nr else start
-    return Rows(rows.examples, dim, owners[start : start + size].to(out.device))
+    return _of_one(Rows(rows.examples, dim, owners[start : start + size].to(out.device)), out)
 
 
 def unbound(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:
     """One of the slices along a dimension."""
-    del nr
     dim = _dim_of(args, kwargs, 1, source) or 0
     if dim == rows.dim:
-        return Rows(rows.examples, -1)
+        return single(rows, nr, source, out)
     return default(source, rows, out) if rows.dim < 0 else rows.moved(rows.dim - (dim < rows.dim))
 
 
@@ -118,8 +143,22 @@ def ordered(rows: Rows, source: Tensor, indices: Tensor) -> Rows:
     return Rows(rows.examples, 0, owners[indices])
 
 
-def indexed(source: Tensor, rows: Rows, index: Any, out_dims: int) -> Rows:
-    """The rows of ``source[index]``."""
+def taken(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``select``."""
+    del nr
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % source.dim()
+    index = kwargs.get("index", args[2] if len(args) > 2 else None)
+    if dim == rows.dim:
+        if not isinstance(index, int):
+            return Rows(rows.examples, -1)
+        return single(rows, index, source, out)
+    return rows.moved(rows.dim - (dim < rows.dim)) if rows.dim >= 0 else rows
+
+
+def indexed(source: Tensor, rows: Rows, index: Any, out: Tensor) -> Rows:
+    """The rows of ``out = source[index]``."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(item) if isinstance(item, list) else item for item in items]
     if any(isinstance(item, range) for item in items):
@@ -136,9 +175,9 @@ def indexed(source: Tensor, rows: Rows, index: Any, out_dims: int) -> Rows:
     if rows.dim < 0:
         return rows
     if not any(isinstance(item, Tensor) and item.dim() for item in items):
-        return _sliced(source, rows, items)
+        return _sliced(source, rows, items, out)
     if rows.dim >= used:
-        return rows.moved(rows.dim + out_dims - source.dim())
+        return rows.moved(rows.dim + out.dim() - source.dim())
     shape = source.shape[:used]
     device = next(item.device for item in items if isinstance(item, Tensor))
     lines = [1] * used
@@ -149,7 +188,7 @@ def indexed(source: Tensor, rows: Rows, index: Any, out_dims: int) -> Rows:
     return varying(rows.examples, owners, 0)
 
 
-def _sliced(source: Tensor, rows: Rows, items: list[Any]) -> Rows:
+def _sliced(source: Tensor, rows: Rows, items: list[Any], out: Tensor) -> Rows:
     dim, place = 0, 0
     for item in items:
         if item is None:
@@ -157,7 +196,8 @@ def _sliced(source: Tensor, rows: Rows, items: list[Any]) -> Rows:
             continue
         if dim == rows.dim:
             if not isinstance(item, slice):
-                return Rows(rows.examples, -1)
+                known = isinstance(item, int)
+                return single(rows, item, source, out) if known else Rows(rows.examples, -1)
             size = source.shape[dim]
             if len(range(*item.indices(size))) == size and (item.step or 1) == 1:
                 return rows.moved(place)
@@ -184,7 +224,18 @@ def got(
         index = args[1]
         first = index[0] if isinstance(index, tuple) else index
         return rows if isinstance(first, Tensor) else guess(out, rows.examples)
-    return indexed(source, rows, args[1], out.dim())
+    return indexed(source, rows, args[1], out)
+
+
+def found(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``nonzero``: each row holds the place of an entry, and so its example."""
+    del args, nr
+    if kwargs.get("as_tuple") or not rows.fits(source):
+        return guess(out, rows.examples)
+    owners = rows.owners(source.shape[rows.dim]).to(out.device)
+    return Rows(rows.examples, 0, owners[out[:, rows.dim]])
 
 
 def masked(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._vmap_internals import _vmap
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.errors import EngineError
@@ -39,12 +40,23 @@ class MetPiece(DirectPiece):
         for mark in made:
             params.update(mark.params)
         super().__init__(path, list(params.values()), examples)
-        self.returning: list[tuple[Tensor, Tensor]] = []
+        self.returning: list[tuple[GradientEdge, Tensor]] = []
+        self._edges: dict[int, GradientEdge] = {}
+
+    def hold(self, target: Tensor) -> Tensor:
+        """Remember the graph of a tensor made of parameters as it is now.
+
+        It may be written on in place afterwards, as when a part of a table is overwritten: its
+        ``grad_fn`` is then another.
+        """
+        if not isinstance(target, nn.Parameter):
+            self._edges[id(target)] = get_gradient_edge(target)
+        return target
 
     def take(self, target: Tensor, gradients: Tensor) -> None:
-        """Take the gradients ``(N, *shape)`` of a tensor made of parameters."""
+        """Take the gradients ``(N, *shape)`` of a tensor made of parameters that it holds."""
         if not isinstance(target, nn.Parameter):
-            self.returning.append((target, gradients))
+            self.returning.append((self._edges[id(target)], gradients.to(target.dtype)))
             return
         if target.dim() == 0:
             gradients = gradients.reshape(self.examples, 1)
@@ -61,7 +73,7 @@ class MetPiece(DirectPiece):
 
     def release(self) -> None:
         super().release()
-        self.returning = []
+        self.returning, self._edges = [], {}
 
 
 class Placed(Piece):
@@ -85,7 +97,7 @@ class LiftPiece(Placed, MetPiece):
         self, path: str, target: Tensor, made: Made, shape: torch.Size, rows: Rows
     ) -> None:
         super().__init__(path, [made], rows.examples)
-        self.target, self.shape, self.rows = target, shape, rows
+        self.target, self.shape, self.rows = self.hold(target), shape, rows
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
@@ -176,25 +188,21 @@ def padding_of(padding: int | None, weight: Tensor) -> int | None:
 
 def returned(pieces: Sequence[MetPiece], examples: int) -> MetPiece | None:
     """What waits in the pieces, taken back to the parameters in one call."""
-    totals: dict[int, Tensor] = {}
-    targets: dict[int, Tensor] = {}
+    totals: dict[GradientEdge, Tensor] = {}
     params: dict[int, nn.Parameter] = {}
     for piece in pieces:
         if not piece.returning:
             continue
-        for target, gradients in piece.returning:
-            key = id(target)
-            targets[key] = target
-            totals[key] = totals[key] + gradients if key in totals else gradients
+        for edge, gradients in piece.returning:
+            totals[edge] = totals[edge] + gradients if edge in totals else gradients
         params.update({id(param): param for param in piece.params})
         piece.returning = []
         piece.params = tuple(param for param in piece.params if id(param) in piece.values)
-    if not targets:
+    if not totals:
         return None
     whole = MetPiece("(parameters)", [Made(params)], examples)
     whole.engaged = whole.processed = True
-    outs, inputs = list(targets.values()), list(params.values())
-    weights = [totals[key].to(target.dtype) for key, target in targets.items()]
+    outs, inputs, weights = list(totals), list(params.values()), list(totals.values())
     for param, value in zip(inputs, _pulled(outs, inputs, weights, examples), strict=True):
         if value is not None:
             whole.take(param, value)
@@ -202,7 +210,7 @@ def returned(pieces: Sequence[MetPiece], examples: int) -> MetPiece | None:
 
 
 def _pulled(
-    outs: list[Tensor], inputs: list[nn.Parameter], weights: list[Tensor], examples: int
+    outs: list[GradientEdge], inputs: list[nn.Parameter], weights: list[Tensor], examples: int
 ) -> list[Tensor | None]:
     """What ``torch.autograd.grad`` returns for each example.
 

@@ -21,7 +21,7 @@ from diminuendo.training.clipping.lift import RowsPiece, lift, padding_of
 from diminuendo.training.clipping.marks import Made, Operation
 from diminuendo.training.clipping.product import product
 from diminuendo.training.clipping.replay import replayed
-from diminuendo.training.clipping.rows import TAG, Rows
+from diminuendo.training.clipping.rows import TAG, One, Rows
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
@@ -74,7 +74,7 @@ def _elementwise(
 ) -> Any:
     operands = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
     shape = args[0].shape if op.inplace else _broadcast(*operands)
-    aligned = rows.moved(rows.dim + len(shape) - source.dim())
+    aligned = _aligned(rows, source, shape)
     lifted = {
         id(part): lift(watch, part, shape, aligned) for part in operands if watch.made_of(part)
     }
@@ -94,6 +94,13 @@ def _broadcast(*operands: Tensor) -> torch.Size:
     return torch.Size(sizes)
 
 
+def _aligned(rows: Rows, source: Tensor, shape: torch.Size) -> Rows:
+    """Where the examples of ``source`` are once it is spread over ``shape``."""
+    if type(rows) is One:
+        return rows.over(shape)
+    return rows.moved(rows.dim + len(shape) - source.dim())
+
+
 def _written(
     watch: Watch, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -106,9 +113,9 @@ def _written(
             "the tensor the other way round, from the batch"
         )
     with torch.no_grad():
-        shape = target[index].shape
-    place = indexed(target, rows, index, len(shape))
-    return func(target, index, lift(watch, value, shape, place), **kwargs)
+        part = target[index]
+    place = indexed(target, rows, index, part)
+    return func(target, index, lift(watch, value, part.shape, place), **kwargs)
 
 
 def _filled(
@@ -120,7 +127,7 @@ def _filled(
     if rows is None or func.__name__.endswith("_"):
         return NotImplemented
     shape = _broadcast(x, mask)
-    aligned = rows.moved(rows.dim + len(shape) - x.dim())
+    aligned = _aligned(rows, x, shape)
     return torch.where(mask, lift(watch, value, shape, aligned), x)
 
 
@@ -134,26 +141,52 @@ def _joined(
         return NotImplemented
     whole, rows = found
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if func.__name__ != "stack" and dim % whole.dim() == rows.dim:
+    if type(rows) is One:  # what is learned belongs to the only example there is
+        known = {
+            tag.example if type(tag) is One else -1 for tag in map(watch.rows_of, parts) if tag
+        }
+        if len(known) > 1:
+            return NotImplemented
+    elif func.__name__ != "stack" and dim % whole.dim() == rows.dim:
         return NotImplemented
-    fixed = [lift(watch, part, part.shape, rows) if watch.made_of(part) else part for part in parts]
+    fixed = [
+        lift(watch, part, part.shape, _aligned(rows, part, part.shape))
+        if watch.made_of(part)
+        else part
+        for part in parts
+    ]
     return func(fixed, *args[1:], **{key: v for key, v in kwargs.items() if key != "tensors"})
 
 
 def _attention(
     watch: Watch, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Attention with a learned bias on its scores: repeating it would draw another dropout."""
+    """Attention with a learned bias on its scores, or of learned queries, keys or values.
+
+    Repeating it would draw another dropout, so what is learned is spread over the examples.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     q, k, v, bias, dropout, causal, scale, shared = _named(names, args, kwargs)
-    rows = watch.settle(q)
-    if rows is None or not 0 <= rows.dim < q.dim() - 2 or watch.made_of(bias) is None:
+    found = next(((part, rows) for part in (q, k, v) if (rows := watch.settle(part))), None)
+    if found is None or not 0 <= found[1].dim < found[0].dim() - 2:
         return NotImplemented
-    if any(watch.made_of(part) is not None for part in (q, k, v)):
+    dim, size = found[1].dim, found[0].shape[found[1].dim]
+    if any(part.dim() != found[0].dim() or part.shape[dim] not in (1, size) for part in (q, k, v)):
         return NotImplemented
-    spread = lift(watch, bias, torch.Size((*q.shape[:-1], k.shape[-2])), rows)
+
+    def spread(part: Tensor, *last: int) -> Tensor:
+        if watch.made_of(part) is None:
+            return part
+        shape = [*q.shape[:-2], *last] if last else list(part.shape)
+        shape[dim] = size
+        return lift(watch, part, torch.Size(shape), found[1])
+
+    if bias is not None:
+        bias = spread(bias, q.shape[-2], k.shape[-2])
     more = {} if shared is None else {"enable_gqa": shared}
-    return func(q, k, v, spread, dropout or 0.0, bool(causal), scale=scale, **more)
+    return func(
+        spread(q), spread(k), spread(v), bias, dropout or 0.0, bool(causal), scale=scale, **more
+    )
 
 
 def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -96,7 +96,12 @@ class MatrixPiece(Placed, MetPiece):
         flipped: bool,
     ) -> None:
         super().__init__(path, [made], rows.examples)
-        self.target, self.rows, self.flipped, self.shape = target, rows, flipped, out.shape
+        self.target, self.rows, self.flipped, self.shape = (
+            self.hold(target),
+            rows,
+            flipped,
+            out.shape,
+        )
         self.inputs = self.save(inputs)
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import MetPiece, scattered
 from diminuendo.training.clipping.marks import Made, Operation, tensors
-from diminuendo.training.clipping.rows import Rows, default
+from diminuendo.training.clipping.rows import Rows
+from diminuendo.training.clipping.rules import follow
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
+
+# What PyTorch's functions raise where the rows of one example are not an input they can take.
+_ALONE = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 class OperationPiece(MetPiece):
@@ -43,7 +47,7 @@ class OperationPiece(MetPiece):
         self.func, self.spec = func, spec
         self.targets, self.rows = sorted(targets), rows
         self.leaves = [
-            leaf if k in targets or not isinstance(leaf, Tensor) else self.save(leaf)
+            self._kept(leaf, k in targets) if isinstance(leaf, Tensor) else leaf
             for k, leaf in enumerate(leaves)
         ]
         device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
@@ -54,6 +58,13 @@ class OperationPiece(MetPiece):
         )
         self.outs: list[tuple[torch.Size, Rows]] = []
         self.seen: list[tuple[Tensor, int]] = []
+
+    def _kept(self, leaf: Tensor, made: bool) -> Tensor:
+        if not made:
+            return self.save(leaf)
+        if not isinstance(leaf, nn.Parameter):
+            self.save(leaf)  # it is read again
+        return self.hold(leaf)
 
     def _call(self, made: Sequence[Tensor], batch: dict[int, Tensor]) -> list[Tensor]:
         leaves = list(self.leaves)
@@ -125,7 +136,7 @@ class OperationPiece(MetPiece):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 values, outs = torch.func.vmap(pull)(batch, pieces)
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        except _ALONE:
             return None
         for k, out in zip(wanted, outs, strict=True):
             seen, version = self.seen[k]
@@ -215,11 +226,7 @@ def replayed(
     watched: list[Tensor] = []
     for k, out in enumerate(parts):
         if isinstance(out, Tensor) and out.is_floating_point():
-            place = (
-                op.rule(args, kwargs, source, rows, out, len(watched))
-                if op.rule is not None
-                else default(source, rows, out)
-            )
+            place = follow(op.rule, args, kwargs, source, rows, out, len(watched))
             piece.outs.append((out.shape, place))
             out = watch.tape.attach(out)
             # One output may be made of another: only what comes from outside counts for that one.

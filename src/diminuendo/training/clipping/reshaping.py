@@ -122,15 +122,6 @@ def reduced(
     return rows.moved(rows.dim - sum(d < rows.dim for d in gone))
 
 
-def stacked(
-    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
-) -> Rows:
-    """After tensors were stacked along a new dimension."""
-    del nr
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
-    return rows.moved(rows.dim + (dim <= rows.dim)) if source.dim() else rows
-
-
 def equation(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:

@@ -101,6 +101,42 @@ class Copies(Rows):
     __slots__ = ()
 
 
+class One(Rows):
+    """A tensor of one example alone, such as ``x[i]``, and what is computed from it."""
+
+    __slots__ = ("example",)
+
+    def __init__(self, examples: int, example: int, shape: torch.Size) -> None:
+        owner = torch.full((shape[0],), example) if shape else None
+        super().__init__(examples, 0 if shape else -1, owner)
+        self.example = example
+
+    def moved(self, dim: int) -> Rows:
+        return self if dim == self.dim else Rows(self.examples, dim, self.owner)
+
+    def over(self, shape: torch.Size) -> One:
+        """The same example's, in another shape."""
+        return One(self.examples, self.example, shape)
+
+
+class Pieces(Rows):
+    """An input of real numbers with another number of rows than there are examples.
+
+    It may be a constant, such as a mask, or hold several rows for each example, such as the pieces
+    of pictures. Where a parameter meets it, it is taken for equal blocks in the examples' order,
+    and the probe finds out whether that is so.
+    """
+
+    __slots__ = ()
+
+
+def single(rows: Rows, index: int, source: Tensor, out: Tensor) -> Rows:
+    """What was taken from ``source`` at one index along the dimension of its examples."""
+    if not rows.fits(source):
+        return Rows(rows.examples, -1)
+    return One(rows.examples, int(rows.owners(source.shape[rows.dim])[index]), out.shape)
+
+
 def settled(rows: Rows, tensor: Tensor) -> Rows:
     """``rows`` without its index where that says no more than the order of the examples."""
     owner = rows.owner

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diminuendo.training.clipping import choosing, reshaping
-from diminuendo.training.clipping.rows import Rows
+from diminuendo.training.clipping.rows import One, Pieces, Rows, default
 
 Rule = Callable[[Sequence[Any], dict[str, Any], Tensor, Rows, Tensor, int], Rows]
 """(args, kwargs, source, its rows, output, number of the output) -> the output's rows."""
@@ -55,7 +55,6 @@ RULES: dict[str, Rule] = {
             "var",
             "median",
             "mode",
-            "select",
             "vector_norm",
             "nansum",
             "nanmean",
@@ -64,7 +63,8 @@ RULES: dict[str, Rule] = {
         ),
         reshaping.reduced,
     ),
-    "stack": reshaping.stacked,
+    "stack": choosing.stacked,
+    "select": choosing.taken,
     **dict.fromkeys(("cat", "concat", "concatenate"), choosing.joined),
     **dict.fromkeys(
         ("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"),
@@ -77,6 +77,7 @@ RULES: dict[str, Rule] = {
     "einsum": reshaping.equation,
     "__getitem__": choosing.got,
     "masked_select": choosing.masked,
+    **dict.fromkeys(("nonzero", "argwhere"), choosing.found),
     "embedding": choosing.looked_up,
     "one_hot": choosing.looked_up,
     **dict.fromkeys(
@@ -101,3 +102,25 @@ RULES: dict[str, Rule] = {
         choosing.written,
     ),
 }
+
+# After these a tensor may hold more than one example though each argument holds one.
+_JOINING = {choosing.joined, choosing.stacked}
+
+
+def follow(
+    rule: Rule | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    source: Tensor,
+    rows: Rows,
+    out: Tensor,
+    nr: int,
+) -> Rows:
+    """Where an output holds its examples, by the rule of its operation if there is one."""
+    if type(rows) is One and rule not in _JOINING:
+        return rows.over(out.shape)
+    if type(rows) is Pieces and not rows.fits(source):  # nothing is known of its examples
+        return rows
+    if rule is not None:
+        return rule(args, kwargs, source, rows, out, nr)
+    return default(source, rows, out)

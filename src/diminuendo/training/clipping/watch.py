@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from diminuendo.training.clipping.choosing import ordered
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import lift
 from diminuendo.training.clipping.marks import (
     EXPANDING,
@@ -31,8 +32,8 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import TAG, Copies, Rows, default, guess, settled
-from diminuendo.training.clipping.rules import RULES
+from diminuendo.training.clipping.rows import TAG, Copies, One, Pieces, Rows, guess, settled
+from diminuendo.training.clipping.rules import RULES, follow
 
 if TYPE_CHECKING:
     from diminuendo.training.clipping.tape import Tape
@@ -47,14 +48,16 @@ class Watch(TorchFunctionMode):
         self.examples = 0
         self.busy = False
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Mark the inputs of the model: those with as many rows as the first one has."""
-        self.examples = 0
+    def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
+        """Mark the inputs of the model: those with one row for each example."""
+        self.examples = examples
         for leaf in inputs:
-            if leaf.dim() and not isinstance(leaf, nn.Parameter):
-                self.examples = self.examples or leaf.shape[0]
-                if leaf.shape[0] == self.examples:
-                    setattr(leaf, TAG, Rows(self.examples))
+            if leaf.dim() == 0 or isinstance(leaf, nn.Parameter):
+                continue
+            if leaf.shape[0] == examples:
+                setattr(leaf, TAG, Rows(examples))
+            elif leaf.is_floating_point():
+                setattr(leaf, TAG, Pieces(examples))
 
     def rows_of(self, leaf: Tensor) -> Rows | None:
         """Where the tensor holds examples, if it does."""
@@ -116,11 +119,13 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
             source = rows = None
-        if made and rows is not None and rows.dim < 0 and self._picks(op, args, kwargs):
+        if made and rows is not None and self._picks(op, args, kwargs, rows):
             source = rows = None
         if made and torch.is_grad_enabled():
             self.busy = True
             if rows is not None and source is not None:
+                if type(rows) is Pieces and not rows.fits(source):
+                    self._refuse_pieces(source, made[0])
                 result = meet(self, func, op, args, kwargs, source, rows)
             else:
                 return self._of_parameters(func, op, args, kwargs, made)
@@ -132,18 +137,35 @@ class Watch(TorchFunctionMode):
             setattr(result, TAG, Copies(self.examples))
         return result
 
-    def _picks(self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _picks(
+        self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+    ) -> bool:
         """Whether parameters are picked by numbers that belong to the whole batch.
 
         A model may loop over the experts that any example was routed to: ``weights[expert]`` is
-        then made of parameters alone, whatever made it be looked at.
+        then made of parameters alone, whatever made it be looked at. So are positions that are
+        read off a learned table for the pieces of all pictures together.
         """
-        if op.name not in ("__getitem__", "select", "index_select") or self.rows_of(args[0]):
+        if op.name == "grid_sample":
+            return self.made_of(args[0]) is not None and not any(
+                leaf.requires_grad for leaf in _leaves(args[1:], kwargs)
+            )
+        picking = op.name in ("__getitem__", "select", "index_select")
+        if not picking or rows.dim >= 0 or self.rows_of(args[0]):
             return False
         return all(
             leaf.dim() == 0 and not leaf.is_floating_point()
             for leaf in _leaves(args[1:], kwargs)
             if self.rows_of(leaf) is not None
+        )
+
+    def _refuse_pieces(self, source: Tensor, made: Made) -> None:
+        raise EngineError(
+            f"{self.tape.title(made)} meets an input (shape {tuple(source.shape)}) that does not "
+            f"have the same number of rows for each of {self.examples} examples, so whether an "
+            "example's rows reach another's loss cannot be told; give every example as many rows "
+            "(pad, or use pictures of one size), or keep it in the model by register_buffer if it "
+            "is a constant"
         )
 
     def mark(
@@ -166,22 +188,15 @@ class Watch(TorchFunctionMode):
                 setattr(result, TAG, rows)
                 return
         outs = [result] if isinstance(result, Tensor) else list(tensors(result, 2))
-        if op.name in ("sort", "topk") and dimension(args, kwargs, op.name, source) == rows.dim:
+        sorting = op.name in ("sort", "topk") and type(rows) is not One
+        if sorting and dimension(args, kwargs, op.name, source) == rows.dim:
             for out in outs:
                 setattr(out, TAG, ordered(rows, source, outs[-1]))
             return
         for nr, out in enumerate(outs):
             if out is source:
                 continue
-            if op.rule is not None:
-                found = op.rule(args, kwargs, source, rows, out, nr)
-            elif (
-                0 <= rows.dim < out.dim() == source.dim()
-                and out.shape[rows.dim] == source.shape[rows.dim]
-            ):
-                found = rows
-            else:
-                found = default(source, rows, out)
+            found = follow(op.rule, args, kwargs, source, rows, out, nr)
             if type(rows) is not Copies or found.regular(out):
                 setattr(out, TAG, found)
         if op.inplace and args and isinstance(args[0], Tensor):
@@ -230,10 +245,21 @@ class Watch(TorchFunctionMode):
             if not copied or whole.shape in (rest, (1, *rest)):
                 spread = lift(self, whole, result.shape, Rows(self.examples))
                 return spread.contiguous() if copied else spread
+        if op.inplace and isinstance(args[0], Tensor):
+            self._overwritten(args[0], params)
+            return result
         for out in tensors(result, 2):
             if out.requires_grad and not isinstance(out, nn.Parameter):
                 setattr(out, TAG, Made(params, (op.name, (*args, kwargs))))
         return result
+
+    def _overwritten(self, target: Tensor, params: dict[int, nn.Parameter]) -> None:
+        """Parameters were written on a constant, or on what was made of others before."""
+        for out in (target, target._base):
+            if out is not None and out.requires_grad and not isinstance(out, nn.Parameter):
+                before = getattr(out, TAG, None)
+                known = before.params if isinstance(before, Made) else {}
+                setattr(out, TAG, Made({**known, **params}))
 
 
 def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
@@ -247,6 +273,24 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
     return leaves
 
 
+def _counted(inputs: Sequence[Tensor]) -> int:
+    """The number of examples: the first dimension of the first input.
+
+    Unless no other input has it and several have another, token numbers among them: the first is
+    then taken for pictures in pieces, whose number varies from example to example. A wrong choice
+    is refused later, since there is one loss for each example.
+    """
+    held = [leaf for leaf in inputs if leaf.dim() and not isinstance(leaf, nn.Parameter)]
+    sizes = [leaf.shape[0] for leaf in held]
+    if not sizes or sizes[0] == 0 or sizes.count(sizes[0]) > 1:
+        return sizes[0] if sizes else 0
+    for leaf in held[1:]:
+        whole = leaf.dim() > 1 and not leaf.is_floating_point() and not leaf.is_complex()
+        if whole and sizes.count(leaf.shape[0]) > 1:
+            return leaf.shape[0]
+    return sizes[0]
+
+
 def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tensor) -> int:
     """The dimension along which ``sort`` or ``topk`` goes."""
     numbers = [part for part in args[1 if name == "sort" else 2 :] if type(part) is int]
@@ -256,10 +300,11 @@ def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tens
 
 def _better(leaf: Tensor, rows: Rows, source: Tensor | None, best: Rows) -> bool:
     """Whether to follow the examples of this argument rather than those of an earlier one."""
-    if best.dim < 0 <= rows.dim or (type(best) is Copies and type(rows) is not Copies):
+    if best.dim < 0 <= rows.dim:
         return True
-    if type(rows) is Copies and type(best) is not Copies:
-        return False
+    for weaker in (Pieces, Copies, One):
+        if (type(best) is weaker) != (type(rows) is weaker):
+            return type(best) is weaker
     return source is not None and rows.dim >= 0 and leaf.dim() > source.dim()
 
 
@@ -308,14 +353,14 @@ class Root:
             with self.tape.pause():
                 self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
-        examples = next((leaf.shape[0] for leaf in inputs if leaf.dim()), 0)
+        examples = _counted(inputs)
         self.shape = tuple(
             tuple(0 if size == examples else size for size in leaf.shape) for leaf in inputs
         )
         if examples == 0 or (self.shape in self._plain and not self.always):
             return call(model, *args, **kwargs)
         self.watch.busy = False
-        self.watch.begin(inputs)
+        self.watch.begin(inputs, examples)
         with self._on():
             result = call(model, *args, **kwargs)
         if not self.watch.busy:
