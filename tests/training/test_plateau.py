@@ -208,6 +208,22 @@ def test_the_number_counts_the_whole_batch(micro_batch: int | None) -> None:
     assert scheduler.values[1] == pytest.approx(start, abs=0.02)
 
 
+def test_blank_rows_are_not_counted() -> None:
+    """How many there are follows the draw, by more than one where a size is full."""
+    plan = make_plan(epsilon=200, sampling_rate=0.4)
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([9.0, 0.0, 0.0]))  # always class 0, which blank rows have
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    scheduler = OnPlateau(ReduceLROnPlateau(optimizer, "max"), paid=0.5)
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
+    pad = dim.training.Compute(pad=True)
+    given: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": scheduler, "device": pad}
+    fit(model, (x, torch.ones(N).long()), plan, loss=LOSS, progress=False, **given)
+    assert all(abs(value) < 0.2 for value in scheduler.values.values())
+
+
 def test_rows_of_a_run_that_broke_off_are_not_counted_in_the_next() -> None:
     """A row that is counted twice would move the number by two, for the price of one."""
     x, y = make_data()
