@@ -126,11 +126,8 @@ class OnPlateau:
                 remedy='With mode="min" and public rows the mean loss is followed.',
             )
 
-    def count(self, step: int, outputs: Tensor, targets: Tensor, rows: int | None = None) -> None:
-        """Add a part of the batch of a step to its number of correct predictions.
-
-        rows  how many of its rows, the first ones, were drawn; all of them unless given
-        """
+    def count(self, step: int, outputs: Tensor, targets: Tensor) -> None:
+        """Add a part of the batch of a step to its number of correct predictions."""
         if self.paid is None:
             return
         if step != self._counted:  # each row is counted in one number alone
@@ -141,8 +138,7 @@ class OnPlateau:
                 name="the outputs and targets",
                 value=(tuple(outputs.shape), targets.dtype),
             )
-        right = outputs.detach().argmax(dim=1) == targets
-        self._correct += int(right[:rows].sum())
+        self._correct += int((outputs.detach().argmax(dim=1) == targets).sum())
 
     def after_step(self, private: PrivateGradients, loss: Loss) -> None:
         """Measure and step the scheduler, where it is time to."""
