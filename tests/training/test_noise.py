@@ -38,6 +38,9 @@ class Told:
         self.noisy = self.source.add_noise(total, **told).clone()
         return self.noisy.clone()
 
+    def add_beside(self, number: float, **told: Any) -> float:
+        return self.source.add_beside(number, **told)
+
 
 def test_noise_is_exact_unless_asked_for() -> None:
     plan = LINEAR.plan(steps=2)
@@ -71,6 +74,18 @@ def test_noise_that_is_drawn_ahead_is_the_same_noise(size: int) -> None:
             source.ahead(size, again)
         with pytest.raises(DiminuendoError, match="never given out twice"):
             source.add_noise(total.clone(), **told, step=again)
+
+
+def test_a_parameter_without_entries_does_no_harm() -> None:
+    model = LINEAR.model()
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0)))
+    private = PrivateGradients(model, LINEAR.plan())
+    x, y = LINEAR.data()
+    private.backward(LOSS(model(x), y))
+    assert [p.grad is not None and p.grad.shape == p.shape for p in model.parameters()] == [
+        True
+    ] * 3
+    assert model.weight.grad.abs().min() > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

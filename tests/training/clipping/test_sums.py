@@ -18,7 +18,7 @@ from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.rounding import row_norm
-from diminuendo.training.clipping.sums import Job, Product, Rows, multiply
+from diminuendo.training.clipping.sums import Job, Lookup, Product, Rows, multiply
 from diminuendo.training.cores import Beside
 
 
@@ -249,6 +249,32 @@ def test_a_core_that_has_other_work_takes_fewer_rows(
         error = squared_error(total.flatten(), exact_sum(rows, factors))
         most = (factors * torch.linalg.vector_norm(rows, dim=1)).sum().item()
         assert error <= Fraction(product.error * most) ** 2
+
+
+@pytest.mark.parametrize("held", [1, 40, 1 << 22])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+def test_tokens_that_are_looked_up_in_blocks(
+    held: int, index: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is held at a time, every token enters the row of its index once, within the bound
+    (against rational arithmetic), and rows that nobody looked up are zero."""
+    monkeypatch.setattr(sums, "_LOOKED_UP", held)
+    torch.manual_seed(0)
+    tokens, indices = torch.randn(7, 5, 3), torch.randint(0, 4, (7, 5), dtype=index)
+    factors = torch.rand(7, dtype=torch.float64)
+    term = Lookup(tokens, indices, factors, 6, None)
+    rows = torch.zeros(7, 5, 6, 3, dtype=torch.float64)  # each token alone
+    rows.scatter_(
+        2, indices.long()[:, :, None, None].expand(-1, -1, 1, 3), tokens.double()[:, :, None]
+    )
+    each = rows.flatten(0, 1).flatten(1)
+    total = term.precise()
+    assert not total[4:].any()
+    weights = factors.repeat_interleave(5)
+    most = (weights * torch.linalg.vector_norm(each, dim=1)).sum().item()
+    assert (
+        squared_error(total.flatten(), exact_sum(each, weights)) <= Fraction(term.error * most) ** 2
+    )
 
 
 def test_work_beside_a_sum_that_fails_fails_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
