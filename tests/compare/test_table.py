@@ -243,7 +243,8 @@ def test_audit(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < one["epsilon_lower"] <= one["claim"] for one in facts["methods"])
     assert main(base) == 0
     assert "at least" in capsys.readouterr().out
-    assert main([*base, "--method", "output"]) == 2
+    assert main([*base, "--method", "validation-free"]) == 2
+    assert main([*base, "--method", "best"]) == 2
 
 
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,17 +157,21 @@ def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict
 def _audit(
     methods: list[str] | None, epsilon: float, delta: float, *, shown: bool, as_json: bool
 ) -> None:
-    """Lower bounds on ε beside the claim, for every method whose gradients are released."""
+    """Lower bounds on ε beside the claim, for every method that has one."""
     from diminuendo.budget import Budget
-    from diminuendo.compare.auditing import audit_method, can_be_audited, one_by_one
+    from diminuendo.compare.auditing import audit_method
+    from diminuendo.compare.method import find
     from diminuendo.compare.methods import METHODS
 
-    keys = methods or [key for key in METHODS if can_be_audited(key)]
+    keys = methods or [key for key, one in METHODS.items() if one.run is not None]
+    for key in keys:
+        find(METHODS, key)  # a wrong name is said before anything is run
+    _refuse_listed(keys)
     budget = Budget(epsilon=epsilon, delta=delta)
     found = []
     with bar("auditing", total=len(keys), shown=shown) as progress:
         for key in keys:
-            canaries, runs = (3000, 1) if one_by_one(key) else (500, 20)
+            canaries, runs = (3000, 1) if METHODS[key].alone else (500, 20)
             found.append(audit_method(key, budget, canaries=canaries, runs=runs, confidence=0.999))
             progress.advance()
     exceeded = [one.method for one in found if one.exceeded]
@@ -176,13 +180,14 @@ def _audit(
     else:
         print_table(
             f"Audit at ε = {epsilon:g}, δ = {delta:g}, confidence 0.999 for each",
-            ["", "claimed ε", "at least", "noise, of what was paid for"],
+            ["", "attacked", "claimed ε", "at least", "noise, of what was paid for"],
             [
                 [
                     METHODS[one.method].title,
+                    one.attacked,
                     f"{one.claim:.3f}",
                     f"{one.epsilon_lower:.3f}",
-                    f"{one.noise_scale:.3f}",
+                    "" if one.noise_scale is None else f"{one.noise_scale:.3f}",
                 ]
                 for one in found
             ],
@@ -219,7 +224,8 @@ def _list(as_json: bool) -> None:
     from diminuendo.compare.methods import METHODS
 
     if as_json:
-        names = ("key", "title", "family", "paper", "claim", "differs", "convex", "checked")
+        words = ("key", "title", "family", "paper", "claim", "differs", "reported", "checked")
+        names = (*words, "convex", "releases")
         print_json(
             {
                 "methods": [
@@ -231,5 +237,8 @@ def _list(as_json: bool) -> None:
         return
     for one in METHODS.values():
         typer.echo(f"{one.key}: {one.title} ({one.family})\n  {one.paper}\n  {one.claim}")
-        if one.differs:
-            typer.echo(f"  Differs: {one.differs}")
+        for word, text in (("Its paper reports", one.reported), ("Differs", one.differs)):
+            if text:
+                typer.echo(f"  {word}: {text}")
+        if one.run is not None:
+            typer.echo(f"  Checked against its paper: {one.checked or 'nothing.'}")

@@ -4,8 +4,9 @@ Whatever a method releases of gradients passes through `Private`, in units of it
 canaries, each of which adds one unit in a direction of its own, Σ_t rate_t·u_t/σ_t² tells present
 canaries from absent ones. How far they lie apart bounds the noise's scale, and that bounds ε from
 below, as for a trainer (`audit`). Releases other than gradients (counts, losses) are paid for and
-not attacked. Methods that release one trained model have no such canaries: the tests compare their
-models on neighbouring data instead.
+not attacked; nor are the clipped differences of variance reduction, which these canaries do not
+move, so that its bound is loose. Of methods that release one trained model, many models on
+neighbouring data are compared (`neighbours`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from diminuendo import _validate
 from diminuendo.audit import statistics
 from diminuendo.audit.auditing import epsilon_at
 from diminuendo.budget import Budget
-from diminuendo.compare.method import find
+from diminuendo.compare import neighbours
+from diminuendo.compare.method import Method, find
 from diminuendo.compare.methods import METHODS
 from diminuendo.compare.models import Layer, Model
 from diminuendo.compare.private import Private
@@ -59,14 +62,19 @@ class CanaryModel(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodAudit:
-    """ε is at least `epsilon_lower` with `confidence`, beside the claim, if the noise has one
-    scale; `noise_scale` is its estimate in units of what was paid for."""
+    """ε is at least `epsilon_lower` with `confidence`, beside the claim.
+
+    attacked     "gradients": the bound holds if the noise has one scale, and `noise_scale` is its
+                 estimate in units of what was paid for; "model": the bound assumes nothing, and
+                 `noise_scale` is None
+    """
 
     method: str
     claim: float
     epsilon_lower: float
     confidence: float
-    noise_scale: float
+    attacked: Literal["gradients", "model"]
+    noise_scale: float | None
 
     @property
     def exceeded(self) -> bool:
@@ -78,21 +86,39 @@ def audit_method(
     key: str,
     budget: Budget,
     *,
-    candidate: int = 0,
+    candidate: int | None = None,
     canaries: int = 300,
     runs: int = 10,
     confidence: float = 0.95,
     seed: int = 0,
 ) -> MethodAudit:
-    """Audit a method whose gradients are released, with its settings of this candidate."""
-    if not can_be_audited(key):
-        raise InputError("one whose gradients are released", name="the method", value=key)
+    """Audit a method with its settings of this candidate.
+
+    candidate       the first unless given; of a method that releases a model the third, which
+                    regularises most, so that one example shows best
+    canaries, runs  canaries in each run; of a method that releases a model, as many models as both
+                    together make
+    """
     method = find(METHODS, key)
-    assert method.run is not None
+    if method.run is None:
+        raise InputError("one with a valid claim", name="the method", value=key)
     _validate.count("canaries", canaries, at_least=20)
     error = 1 - _validate.real("confidence", confidence, at_least=0.5, below=1)
+    if candidate is None:
+        candidate = 2 if method.releases == "model" else 0
+    if method.releases == "model":
+        return MethodAudit(
+            method=key,
+            claim=budget.epsilon,
+            epsilon_lower=neighbours.epsilon_lower(
+                method.run, method.candidate(candidate), budget, canaries * runs, error, seed
+            ),
+            confidence=1 - error,
+            attacked="model",
+            noise_scale=None,
+        )
     present = torch.from_numpy(np.random.default_rng(seed).integers(2, size=(runs, canaries)))
-    seen: list[tuple[Tensor, float, float]] = []
+    seen: list[tuple[Tensor, float, float, Tensor | None]] = []
     private = Private(
         CanaryModel(canaries),
         torch.eye(canaries).expand(runs, -1, -1),
@@ -102,29 +128,30 @@ def audit_method(
         observe=lambda *release: seen.append(release),
     )
     with torch.no_grad():
-        method.run(private, method.candidate(candidate))
-    if {len(noisy) for noisy, _, _ in seen} == {1} and runs > 1:
+        method.run(private, any_settings(method, candidate))
+    if {len(noisy) for noisy, *_ in seen} == {1} and runs > 1:
         raise InputError("1 for a method that chooses on the way", name="runs", value=runs)
-    sigmas, rates = (np.array([release[k] for release in seen]) for k in (1, 2))
+    score = torch.zeros(runs, canaries, dtype=torch.float64)
+    for noisy, sigma, rate, rows in seen:
+        own = noisy if rows is None else noisy * rows
+        score += rate / sigma**2 * own.double()
+    first = [release for release in seen if release[3] is None or bool(release[3][0])]
+    sigmas, rates = (np.array([release[k] for release in first]) for k in (1, 2))
     weights = rates / sigmas**2
-    score = sum(float(w) * noisy.double() for w, (noisy, _, _) in zip(weights, seen, strict=True))
     planned = float(np.sum(weights * rates) / np.sqrt(np.sum((weights * sigmas) ** 2)))
-    found = statistics.effect(torch.as_tensor(score).numpy(), present.numpy().astype(bool), error)
+    found = statistics.effect(score.numpy(), present.numpy().astype(bool), error)
     return MethodAudit(
         method=key,
         claim=budget.epsilon,
         epsilon_lower=epsilon_at(sigmas, rates, budget, planned, found.lower),
         confidence=1 - error,
+        attacked="gradients",
         noise_scale=planned / found.estimate if found.estimate > 0 else math.inf,
     )
 
 
-def one_by_one(key: str) -> bool:
-    """Whether the method chooses by what was seen, so that its replicas are run one by one."""
-    return find(METHODS, key).family == "noise by what was seen"
-
-
-def can_be_audited(key: str) -> bool:
-    """Whether the method releases gradients, on which canaries can be seen."""
-    method = find(METHODS, key)
-    return method.run is not None and method.family != "not iterative, for convex losses"
+def any_settings(method: Method, candidate: int) -> dict[str, float]:
+    """The candidate's settings; what would be learnt is drawn at random, for the claim must hold
+    whatever it is."""
+    drawn = np.random.default_rng([candidate, 80]).uniform(-1, 1, size=len(method.learned))
+    return {**method.candidate(candidate), **dict(zip(method.learned, drawn.tolist(), strict=True))}

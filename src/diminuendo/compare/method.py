@@ -11,11 +11,10 @@ from torch import Tensor
 
 from diminuendo import schedules
 from diminuendo._validate import Vector
+from diminuendo.compare.lesson import Lesson
+from diminuendo.compare.lesson import Settings as Settings
 from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
-
-Settings = Mapping[str, float]
-"""The tuned numbers of a method by name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,13 @@ class Method:
              method without a valid claim, which is listed and not run
     space    what is tuned, besides nothing
     convex   whether it needs a convex loss (the linear model)
-    checked  what of its own paper was reproduced; "" where nothing was
+    checked  what of its own paper was reproduced, and where; "" where nothing was
+    reported what its paper reports and in which setting; "" where that is not known here
+    learn    from auxiliary data and tuned settings to the numbers that are learnt there; they are
+             added to the settings. Half of the candidates' effort goes into it
+    learned  the names of those numbers; the claim holds whatever they are
+    alone    whether it decides by what was seen, so that each replica runs and pays on its own
+    releases what an observer sees: every noisy gradient, or one trained model
     """
 
     key: str
@@ -74,6 +79,11 @@ class Method:
     differs: str = ""
     convex: bool = False
     checked: str = ""
+    reported: str = ""
+    learn: Callable[[Lesson, Settings], dict[str, float]] | None = None
+    learned: tuple[str, ...] = ()
+    alone: bool = False
+    releases: Literal["gradients", "model"] = "gradients"
 
     @property
     def digest(self) -> str:

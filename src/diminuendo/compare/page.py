@@ -121,6 +121,10 @@ def _methods() -> html.Section:
     rows = []
     for method in METHODS.values():
         words = [html.text(method.claim)]
+        if method.run is not None:
+            words.append(
+                html.text(f" Its paper: {method.reported or 'no figures are known here.'}")
+            )
         if method.differs:
             words.append(html.text(f" Differs: {method.differs}"))
         checked = method.checked or ("" if method.run is None else "nothing")

@@ -25,9 +25,9 @@ from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import AdaptiveSpending, Spending
 
-Observer = Callable[[Tensor, float, float], None]
-"""Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier and its
-sampling rate."""
+Observer = Callable[[Tensor, float, float, Tensor | None], None]
+"""Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier, its
+sampling rate, and which examples may be in it, (N,); None for all."""
 
 
 class DeclaredSpending(Spending):
@@ -124,6 +124,11 @@ class Private:
         """
         return max([self.spending.epsilon(), *(one.claimed() for one in self._alone)])
 
+    def granted(self) -> list[tuple[GaussianStep, ...]]:
+        """What was charged, as events: one list, or one for each replica that spent on its own."""
+        own = [] if self._alone else [self.spending.granted]
+        return own + [events for one in self._alone for events in one.granted()]
+
     # Releases
 
     def gradient(
@@ -141,7 +146,7 @@ class Private:
         anchor  parameters whose per-example gradients are subtracted before clipping (one layer)
         """
         self.pay(sigma, rate)
-        sums = self.clipped(theta, rule, rate, anchor)
+        sums = self.clipped(theta, rule, self.sample(rate), anchor)
         noisy = self.noised(sums, rule.bound, sigma, rate=rate)
         return noisy / (self.facts.examples * rate)
 
@@ -176,15 +181,10 @@ class Private:
         noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
         return noisy / self.facts.examples + most / 2
 
-    def correlated(self, paid: float, mixing: Tensor, sigma: float) -> CorrelatedGradients:
-        """Gradients with noise C·σ·(mixing·z)_t, charged now as one release of multiplier `paid`.
-
-        mixing  (T, T), lower triangular: how the step's noise is made of independent noises
-        """
-        self.pay(paid)
-        shape = (len(mixing), self.model.parameters)
-        noise = torch.stack([torch.randn(shape, generator=g) for g in self._noise])
-        return CorrelatedGradients(self, sigma * (mixing @ noise), mixing, paid)
+    def noises(self, count: int) -> Tensor:
+        """So many independent standard normal vectors for each replica, (R, count, parameters)."""
+        shape = (count, self.model.parameters)
+        return torch.stack([torch.randn(shape, generator=g) for g in self._noise])
 
     # What releases are made of
 
@@ -211,10 +211,12 @@ class Private:
             self.show(noisy / scale, sigma, rate)
         return noisy
 
-    def show(self, noisy: Tensor, sigma: float, rate: float = 1.0) -> None:
-        """Tell an observer, if there is one, what has been released."""
+    def show(
+        self, noisy: Tensor, sigma: float, rate: float = 1.0, rows: Tensor | None = None
+    ) -> None:
+        """Tell an observer, if there is one, what has been released, and of which examples."""
         if self._observe is not None:
-            self._observe(noisy, sigma, rate)
+            self._observe(noisy, sigma, rate, rows)
 
     def _share(self, flags: Tensor, sigma: float) -> Tensor:
         sums = (flags - 0.5).sum(1, keepdim=True)
@@ -249,41 +251,24 @@ class Private:
         return [Layer(layers[0].inputs, layers[0].deltas - before[0].deltas)]
 
     def clipped(
-        self, theta: Tensor, rule: Rule, rate: float = 1.0, anchor: Tensor | None = None
+        self,
+        theta: Tensor,
+        rule: Rule,
+        drawn: Tensor | None = None,
+        anchor: Tensor | None = None,
     ) -> Tensor:
-        """The clipped sums. Not private: for releases alone, after `pay`."""
+        """The clipped sums, of the drawn examples (R, N) if given. Not private: for releases
+        alone, after `pay`."""
         layers = self._layers(theta, anchor)
         factors = rule.factors([layer.norms() for layer in layers])
-        if rate < 1:
-            drawn = self._sample(rate)
+        if drawn is not None:
             factors = [factor * drawn for factor in factors]
         return torch.cat([x.sums(f) for x, f in zip(layers, factors, strict=True)], dim=1)
 
-    def _sample(self, rate: float) -> Tensor:
+    def sample(self, rate: float) -> Tensor | None:
+        """Which examples a Poisson sample holds, (R, N) of zeros and ones; None for all of them.
+        Not private: for releases alone."""
+        if rate == 1:
+            return None
         size = self.facts.examples
         return torch.stack([torch.rand(size, generator=g) < rate for g in self._draws]).float()
-
-
-class CorrelatedGradients:
-    """T gradients whose noise was drawn together and paid for as one release; each once."""
-
-    def __init__(self, private: Private, noise: Tensor, mixing: Tensor, paid: float) -> None:
-        self._private, self._noise, self._next = private, noise, 0
-        factor = torch.linalg.inv(mixing.double())
-        reached = factor.sum(1)
-        self._weights = factor.T @ reached / (reached @ reached)  # the best estimate of a constant
-        self._seen, self._paid = torch.zeros_like(noise[:, 0]), paid
-        self._bound: float | None = None
-
-    def gradient(self, step: int, theta: Tensor, rule: Rule) -> Tensor:
-        """The noisy mean of clipped gradients of step 0, 1, …, in order."""
-        if step != self._next or step >= self._noise.shape[1]:
-            raise UsageError(f"Step {self._next} is next, and there are {self._noise.shape[1]}.")
-        if not isinstance(rule.bound, float) or rule.bound != (self._bound or rule.bound):
-            raise UsageError("Noise that was drawn together needs one clip norm for all steps.")
-        self._bound, self._next = rule.bound, step + 1
-        total = self._private.clipped(theta, rule) + rule.bound * self._noise[:, step]
-        self._seen = self._seen + float(self._weights[step]) * total / rule.bound
-        if self._next == self._noise.shape[1]:
-            self._private.show(self._seen, self._paid)
-        return total / self._private.facts.examples

@@ -14,6 +14,7 @@ import torch
 from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.compare.data import TASKS, Pool, Task
+from diminuendo.compare.lesson import Lesson
 from diminuendo.compare.method import Method, Settings
 from diminuendo.compare.methods import METHODS
 from diminuendo.compare.models import Linear, Model, Network
@@ -21,7 +22,7 @@ from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 from diminuendo.replicas.statistics import Interval, interval
 
-_TUNING_SEED, _RUN_SEED = 10_000, 1
+_TUNING_SEED, _RUN_SEED, _LESSON_SEED = 10_000, 1, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +147,58 @@ class Bench:
     def _tuned(
         self, method: Method, task: Task, cell: Cell, pool: Pool, budget: Budget
     ) -> tuple[dict[str, float], float]:
-        """The candidate with the best mean accuracy on auxiliary data."""
+        """The candidate with the best mean accuracy on auxiliary data.
+
+        A method that learns tries half as many, then learns at the best of them for as many rounds
+        as are left, and keeps what it learnt if that is better.
+        """
         seeds = [_TUNING_SEED + k for k in range(self.effort.tuning_repeats)]
+        trials = self.effort.trials if method.learn is None else max(self.effort.trials // 2, 1)
+
+        def score(settings: Settings) -> float:
+            accuracy, _, _ = _trained(method, settings, task, cell, pool, budget, seeds)
+            return sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
+
         best: tuple[float, list[float]] | None = None
-        for number in range(self.effort.trials):
-            point = _next_point(method, number, self.effort.trials, best)
-            settings = method.settings(point)
+        for number in range(trials):
+            point = _next_point(method, number, trials, best)
             try:
-                accuracy, _, _ = _trained(method, settings, task, cell, pool, budget, seeds)
+                reached = score(method.settings(point))
             except InputError:
                 continue  # a candidate that this budget cannot pay, e.g. too little regularisation
-            score = sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
-            if best is None or score > best[0]:
-                best = (score, point)
+            if best is None or reached > best[0]:
+                best = (reached, point)
         if best is None:
             raise InputError(
                 "possible within the budget", name=f"a candidate of {method.key}", value=cell.name
             )
-        return method.settings(best[1]), best[0]
+        settings = method.settings(best[1])
+        if method.learn is not None:
+            rounds = max(self.effort.trials - trials, 1)
+            lesson = _lesson(task, cell, pool, budget, self.effort.tuning_repeats, rounds)
+            learnt = {**settings, **method.learn(lesson, settings)}
+            reached = score(learnt)
+            if reached >= best[0]:
+                return learnt, reached
+        return settings, best[0]
+
+
+def _lesson(task: Task, cell: Cell, pool: Pool, budget: Budget, pupils: int, rounds: int) -> Lesson:
+    """Auxiliary samples to learn on, other than those on which candidates are scored."""
+    seeds = [_LESSON_SEED + k for k in range(pupils)]
+    x, y = pool.draw(Lesson.size(cell.examples), seeds)
+    most = Lesson.size(len(pool.test_x))
+    return Lesson(
+        model=model_of(cell.model, pool, task),
+        x=x,
+        y=y,
+        test_x=pool.test_x[:most].expand(pupils, -1, -1),
+        test_y=pool.test_y[:most].expand(pupils, -1),
+        budget=budget,
+        examples=cell.examples,
+        rounds=rounds,
+        seed=_LESSON_SEED,
+    )
 
 
 def _next_point(
