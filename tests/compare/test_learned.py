@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,15 +20,6 @@ from diminuendo.compare.scaled import scaled_gradient
 BUDGET = Budget(epsilon=3.0, delta=1e-5)
 SETTINGS = {"lr": 3.0, "clip": 0.3, "steps": 12}
 KEYS = ("learned-schedule", "learned-policy")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products are small here: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def data(examples: int, seed: int) -> tuple[Tensor, Tensor]:
