@@ -6,6 +6,10 @@ import dataclasses
 import json
 import os
 import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,97 @@ def test_a_cell_that_another_machine_has_begun_is_left_to_it(tmp_path: Path) -> 
     (tmp_path / "runs" / f"{cell.name}.json").unlink()
     assert folder.run([cell], bench) == [], "nor does one that began long ago"
     assert not claim.exists()
+
+
+def test_a_table_is_extended_by_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another task, size and budget: only the new cells are run, the old files stay as they are."""
+    other = dataclasses.replace(TASKS["mnist"], key="others", title="Others")
+    monkeypatch.setitem(TASKS, "others", other)
+    bench, folder = Counting(EFFORT), TableFolder(tmp_path, EFFORT)
+    first = small(["uniform", "auto-s"])
+    folder.run(first, bench)
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
+    wanted = cells(["mnist", "others"], ["linear"], [80, 60], [3.0], ["uniform", "auto-s"])
+    assert set(first) < set(wanted)
+    folder.run(wanted, bench)
+    assert bench.ran == len(wanted) == 8
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(summary.columns(folder.entries())) == 4
+
+
+def test_two_at_once_share_the_cells(tmp_path: Path) -> None:
+    """Each cell is run once, whoever runs it, and both see the whole table in the end."""
+    wanted = small(["uniform", "auto-s", "psac", "adam", "optimal", "yu-time"])
+    ran: list[Cell] = []
+
+    class Slow(Bench):
+        def run(self, cell: Cell) -> Entry:
+            ran.append(cell)
+            return super().run(cell)
+
+    def work() -> None:
+        folder, bench = TableFolder(tmp_path, EFFORT), Slow(EFFORT)
+        while folder.run(wanted, bench):
+            time.sleep(0.05)
+        assert len(folder.entries()) == len(wanted)
+
+    TableFolder(tmp_path, EFFORT)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work) for _ in range(2)]:
+            future.result(timeout=120)
+    assert sorted(ran) == sorted(wanted)
+    assert not list((tmp_path / "claims").iterdir())
+
+
+_BEGIN = """
+import sys, time
+from diminuendo.compare import Bench, Effort, TableFolder, cells
+
+class Stuck(Bench):
+    def run(self, cell):
+        time.sleep(600)
+
+effort = Effort(trials=2, tuning_repeats=1, repeats=2)
+wanted = cells(["mnist"], ["linear"], [80], [3.0], ["uniform"])
+TableFolder(sys.argv[1], effort).run(wanted, Stuck(effort))
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_must_be_mended(tmp_path: Path) -> None:
+    """While it lives its cell is left to it; killed outright, the cell is run by the next."""
+    wanted, bench = small(["uniform"]), Counting(EFFORT)
+    folder = TableFolder(tmp_path, EFFORT)
+    claim = tmp_path / "claims" / wanted[0].name
+    with subprocess.Popen([sys.executable, "-c", _BEGIN, str(tmp_path)]) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not (claim.exists() and claim.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert folder.run(wanted, bench) == wanted
+        finally:
+            process.kill()
+    assert claim.exists()
+    assert folder.run(wanted, bench) == []
+    assert bench.ran == 1
+    assert not claim.exists()
+
+
+def test_a_long_cell_keeps_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age stays small: nobody takes a cell for abandoned that is being run."""
+    monkeypatch.setattr("diminuendo.compare.folder.RENEWED", 0.01)
+    (cell,) = small(["uniform"])
+    claim = tmp_path / "claims" / cell.name
+
+    class Long(Bench):
+        def run(self, cell: Cell) -> Entry:
+            os.utime(claim, (0, 0))
+            deadline = time.monotonic() + 60
+            while claim.stat().st_mtime < 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert claim.stat().st_mtime > 1
+            return super().run(cell)
+
+    assert TableFolder(tmp_path, EFFORT).run([cell], Long(EFFORT)) == []
 
 
 def test_a_claim_is_given_back_after_an_error(tmp_path: Path) -> None:
