@@ -97,15 +97,19 @@ def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Result:
 
 
 def grouped(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `fit`, silent unless told otherwise; `every`, `after_step`, `micro_batch` and
-    `reveal_training_loss` go where they belong."""
+    """Arguments of `fit`, silent unless told otherwise; `every`, `after_step`, `micro_batch`, `pad`
+    and `reveal_training_loss` go where they belong."""
     rest = dict(options)
     shown = Progress(
         shown=rest.pop("progress", False),
         after_step=rest.pop("after_step", None),
         reveal_training_loss=rest.pop("reveal_training_loss", False),
     )
-    compute = Compute(device=rest.pop("device", None), micro_batch=rest.pop("micro_batch", None))
+    compute = Compute(
+        device=rest.pop("device", None),
+        micro_batch=rest.pop("micro_batch", None),
+        pad=rest.pop("pad", False),
+    )
     if "every" in rest:
         rest["folder"] = Checkpoints(rest["folder"], rest.pop("every"))
     return {**rest, "progress": shown, "device": compute}

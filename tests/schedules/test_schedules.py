@@ -193,3 +193,9 @@ def test_a_price_that_is_not_convex_is_refused() -> None:
         schedules.priced([1, 2], lambda s: s**2, 1.0)
     with pytest.raises(dim.InputError, match="reachable"):
         schedules.priced([1, 2], lambda s: s**-2.0, 1e9)
+
+
+def test_noise_so_large_that_its_square_overflows_still_has_a_price() -> None:
+    divergence = renyi.divergence(8, np.array([1e100, 1e160, 1e200]), 0.1)
+    assert (divergence > 0).all()
+    assert (divergence < 1e-190).all()

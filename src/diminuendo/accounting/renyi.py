@@ -35,7 +35,8 @@ def divergence(order: int, sigmas: Vector, rate: float) -> Vector:
         + k * math.log(rate)
         + (order - k) * math.log1p(-rate)
     )
-    exponent = 0.5 * k * (k - 1) * sigmas[:, None] ** -2.0
+    # Rounded up where it would underflow to 0.
+    exponent = np.maximum(0.5 * k * (k - 1) * sigmas[:, None] ** -2.0, np.finfo(float).tiny)
     log_terms = log_weight + exponent + np.log(-np.expm1(-exponent))
     total = np.asarray(logsumexp(log_terms, axis=1))
     return np.asarray(np.logaddexp(0.0, total)) / (order - 1) * (1 + _MARGIN)

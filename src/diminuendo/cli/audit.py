@@ -85,6 +85,7 @@ def audit(
     if as_json:
         print_json(found.to_dict())
     else:
+        counted = "1 run" if found.runs == 1 else f"{found.runs:,} runs"
         rows = [
             ["claimed", rounded_up(found.claim), f"δ = {whole(found.delta)}, {found.relation}"],
             [
@@ -98,7 +99,7 @@ def audit(
             [
                 "canaries",
                 f"{found.canaries:,}",
-                f"in {found.runs:,} run(s) of {found.steps:,} steps",
+                f"in {counted} of {found.steps:,} steps",
             ],
         ]
         print_table("Audit: ε", ["", "value", ""], rows)

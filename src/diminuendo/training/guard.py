@@ -59,6 +59,8 @@ class Guard:
         """Look at a call of the model that will be differentiated, before it is made."""
         if self._versions is None:
             self._versions = self._trained_versions()
+        if self._drawn is not None and self._drawn.rows < 2:
+            return  # blank rows beside one example, or none, would tell too little of a shape
         rows = first_rows(args, kwargs, self._size)
         if rows is None or not self._shapes.new(rows, self._model.training):
             return
@@ -91,7 +93,7 @@ class Guard:
         self._since_saved.record([part for part, _ in self._all_untrained()])
 
     def _refuse_new_parameters(self) -> None:
-        for module in self._model.modules():  # half as long as model.parameters() takes
+        for module in _modules(self._model):
             for name, parameter in module._parameters.items():
                 if (
                     parameter is not None
@@ -140,7 +142,7 @@ class Guard:
         """Whatever the model holds beside trained parameters, with versions."""
         return [
             (part, part._version)
-            for module in self._model.modules()
+            for module in _modules(self._model)
             for parts in (module._buffers, module._parameters)
             for part in parts.values()
             if part is not None and not part.requires_grad
@@ -199,6 +201,18 @@ class Guard:
                 remedy="Parameters outside the model get no private gradient: make them part of "
                 "it.",
             )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Each module once. Every step looks several times, and `model.modules()` takes three times as
+    long: it makes up names."""
+    found, seen = [model], {model}
+    for module in found:  # grows while it is read
+        for part in module._modules.values():
+            if part is not None and part not in seen:
+                seen.add(part)
+                found.append(part)
+    return found
 
 
 def _overwritten() -> InputError:

@@ -169,6 +169,7 @@ def fit(
         spending=spending,
         policy=policy,
         micro_batch=compute.micro_batch,
+        pad=compute.pad,
         journal=journal,
         noise=noise,
         seed=seed,

@@ -76,13 +76,16 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
+        losses_of_step: list[Tensor] = []
         shown = bar(progress.shown, private, self._track.epsilon)
         with stop_signals() as stopped, shown as advance:
             try:
                 self._save_when_due()
                 for losses in _losses(private, loss, data, groups, workers):
-                    before = private.step
+                    before, rows = private.step, private.drawn
                     private.backward(losses)
+                    if progress.reveal_training_loss:
+                        losses_of_step.append(losses.detach()[:rows])
                     self._optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)
                     if private.step == before:
@@ -92,7 +95,8 @@ class Run:
                         self._lr_scheduler.step()
                     if progress.after_step is not None:
                         progress.after_step(private.step, private)
-                    seen = _mean(losses) if progress.reveal_training_loss else None
+                    seen = _mean(losses_of_step)
+                    losses_of_step = []
                     advance(seen)
                     self._track.step(rate, seen)
                     if private.group.any(stopped.is_set()):
@@ -166,7 +170,8 @@ def _losses(
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
-        if shapes.new(x, model.training):
+        # blank rows alone would tell too little of a shape
+        if (private.drawn or 0) > 1 and shapes.new(x, model.training):
             with private.engine.unrecorded():
                 refuse_mixing(model, loss, x, y, shapes.others(x))
         outputs = private.model(x)
@@ -213,8 +218,10 @@ def _pair(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _mean(losses: Tensor) -> float | None:
-    return float(losses.detach().mean()) if len(losses) else None
+def _mean(parts: list[Tensor]) -> float | None:
+    """Over all parts of a step; None where nothing was drawn, or nothing is to be shown."""
+    losses = torch.cat(parts) if parts else torch.zeros(0)
+    return float(losses.mean()) if len(losses) else None
 
 
 def _generators(private: PrivateGradients) -> list[Tensor]:

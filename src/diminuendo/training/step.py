@@ -82,6 +82,8 @@ class PrivateGradients:
     policy       with a spending that has a filter: sees what was released, returns the next σ
     micro_batch  largest number of examples held at once; results are the same to rounding, and
                  p.grad stays None until the logical batch is complete
+    pad          fill sampled batches up with rows of zeros to one of a few sizes: the model and
+                 the loss see them, a loss for each is wanted, and they count for nothing
     journal      a file that knows across a crash which steps may have been released; with it, or
                  with a ledger, a saved `state_dict` can be gone on from
     noise        "exact": what is released is a post-processing of the ideal Gaussian mechanism;
@@ -101,6 +103,7 @@ class PrivateGradients:
         spending: Spending | None = None,
         policy: Policy | None = None,
         micro_batch: int | None = None,
+        pad: bool = False,
         journal: Journal | str | Path | None = None,
         noise: NoiseName = "exact",
         seed: int | None = None,
@@ -119,7 +122,7 @@ class PrivateGradients:
         self.group = Group.current()
         self.seeds = Seeds.make(seed)
         self.group.same_sample(self.seeds.keys)
-        self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
+        self.sampler = Sampler(plan, self.seeds, self.group, micro_batch, pad=pad)
         self.spending = self._asked_by_the_first(spending)
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal, plan, writes=self.group.first)
@@ -182,8 +185,15 @@ class PrivateGradients:
 
     @property
     def waiting(self) -> int | None:
-        """The size of the batch, or part of one, that was drawn and waits for `backward`."""
+        """The size of the batch, or part of one, that waits for `backward`; blank rows count."""
         return None if self._part is None else self._part.size
+
+    @property
+    def drawn(self) -> int | None:
+        """How many of its rows, the first ones, are examples: private where `pad` is on."""
+        if self._part is None:
+            return None
+        return self._part.size if self._part.drawn is None else self._part.drawn
 
     # Algorithm 1
 
@@ -228,7 +238,8 @@ class PrivateGradients:
             if part.step != self.step and (part.first or self._open is not None):
                 raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._part = part
-            self.guard.watch(part.size, Drawn(source, batch))
+            rows = part.size if part.drawn is None else part.drawn
+            self.guard.watch(part.size, Drawn(source, batch, rows))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -292,6 +303,8 @@ class PrivateGradients:
                 total.scale,
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
+                real=part.mask(losses.device),
+                beside=total.beside() if part.last else None,
             )
             self.guard.refuse_writes()
             if part.last:
