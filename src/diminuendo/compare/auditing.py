@@ -65,15 +65,16 @@ class MethodAudit:
     """ε is at least `epsilon_lower` with `confidence`, beside the claim.
 
     attacked     "gradients": the bound holds if the noise has one scale, and `noise_scale` is its
-                 estimate in units of what was paid for; "model": the bound assumes nothing, and
-                 `noise_scale` is None
+                 estimate in units of what was paid for; "noised model": it holds if the noise that
+                 is added in the end is Gaussian; "model": it assumes nothing. `noise_scale` is None
+                 for models
     """
 
     method: str
     claim: float
     epsilon_lower: float
     confidence: float
-    attacked: Literal["gradients", "model"]
+    attacked: Literal["gradients", "model", "noised model"]
     noise_scale: float | None
 
     @property
@@ -105,16 +106,22 @@ def audit_method(
     _validate.count("canaries", canaries, at_least=20)
     error = 1 - _validate.real("confidence", confidence, at_least=0.5, below=1)
     if candidate is None:
-        candidate = 2 if method.releases == "model" else 0
-    if method.releases == "model":
+        candidate = 0 if method.releases == "gradients" else 2
+    if method.releases != "gradients":
         return MethodAudit(
             method=key,
             claim=budget.epsilon,
             epsilon_lower=neighbours.epsilon_lower(
-                method.run, method.candidate(candidate), budget, canaries * runs, error, seed
+                method.run,
+                method.candidate(candidate),
+                budget,
+                models=canaries * runs,
+                error=error,
+                seed=seed,
+                gaussian=method.releases == "noised model",
             ),
             confidence=1 - error,
-            attacked="model",
+            attacked=method.releases,
             noise_scale=None,
         )
     present = torch.from_numpy(np.random.default_rng(seed).integers(2, size=(runs, canaries)))

@@ -66,7 +66,8 @@ class Method:
              added to the settings. Half of the candidates' effort goes into it
     learned  the names of those numbers; the claim holds whatever they are
     alone    whether it decides by what was seen, so that each replica runs and pays on its own
-    releases what an observer sees: every noisy gradient, or one trained model
+    releases what an observer sees: every noisy gradient, one trained model, or one trained model
+             to which Gaussian noise was added at the end
     """
 
     key: str
@@ -83,7 +84,7 @@ class Method:
     learn: Callable[[Lesson, Settings], dict[str, float]] | None = None
     learned: tuple[str, ...] = ()
     alone: bool = False
-    releases: Literal["gradients", "model"] = "gradients"
+    releases: Literal["gradients", "model", "noised model"] = "gradients"
 
     @property
     def digest(self) -> str:

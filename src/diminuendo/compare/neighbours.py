@@ -4,7 +4,7 @@ Many models are trained at once, half of them on data with one example that cont
 others, half without it. Part of its features are its own, so that nothing else holds it back.
 Along the direction in which the first half of either kind differ, a threshold is chosen; how often
 the other half lie beyond it bounds ε from below, with exact binomial limits. Nothing is assumed of
-the method.
+the method. Where Gaussian noise is added in the end, how far the two kinds lie apart says more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from scipy import stats
 from torch import Tensor
 
 from diminuendo._validate import Vector
+from diminuendo.audit import statistics
 from diminuendo.audit.statistics import Flags
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, gaussian_epsilon
 from diminuendo.compare.lesson import Settings
 from diminuendo.compare.models import Linear
 from diminuendo.compare.private import Private
@@ -32,11 +33,14 @@ def epsilon_lower(
     run: Callable[[Private, Settings], Tensor],
     settings: Settings,
     budget: Budget,
+    *,
     models: int,
     error: float,
     seed: int,
+    gaussian: bool,
 ) -> float:
-    """ε is at least this, but with probability `error`."""
+    """ε is at least this, but with probability `error`; if the noise is Gaussian, where that is
+    said."""
     x = torch.zeros(models, _EXAMPLES, _FEATURES)
     x[:, :, 0] = 1.0
     x[:, 0] = torch.tensor(_ODD)
@@ -52,6 +56,11 @@ def epsilon_lower(
     first = torch.arange(models) < models // 2
     chosen, others = theta[first], theta[~first]
     direction = chosen[present[first]].mean(0) - chosen[~present[first]].mean(0)
+    if gaussian:
+        apart = statistics.effect(
+            (others @ direction).numpy()[None], present[~first].numpy()[None], error
+        )
+        return gaussian_epsilon(apart.lower, budget.delta) if apart.lower > 0 else 0.0
     return _bound(
         (chosen @ direction).numpy(),
         present[first].numpy(),

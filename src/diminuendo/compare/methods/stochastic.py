@@ -103,7 +103,7 @@ METHODS = (
             "batches": Range(choices=(2, 5, 10, 20)),
         },
         convex=True,
-        releases="model",
+        releases="noised model",
         differs="Batches in place of single examples, so that a phase has few steps.",
         checked="that no example moves a phase's average further than claimed, in the tests",
     ),
