@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -171,17 +172,11 @@ def test_noise_is_drawn_with_the_multiplier_that_was_paid(
         paid.append(sigma)
 
     def watched_noised(
-        self: Private,
-        sums: Tensor,
-        bound: float,
-        sigma: float,
-        *,
-        rate: float = 1.0,
-        seen: bool = True,
+        self: Private, sums: Tensor, bound: float, sigma: float, **more: Any
     ) -> Tensor:
         drawn.append(sigma)
         assert len(drawn) == len(paid), "charged, then released"
-        return noised(self, sums, bound, sigma, rate=rate, seen=seen)
+        return noised(self, sums, bound, sigma, **more)
 
     monkeypatch.setattr(Private, "pay", watched_pay)
     monkeypatch.setattr(Private, "noised", watched_noised)

@@ -113,9 +113,10 @@ class MixedGradients:
             turn = (self._turn == step % self._groups).float()
             drawn = turn.expand(theta.shape[0], -1) if drawn is None else drawn * turn
         total = self._private.clipped(theta, rule, drawn) + rule.bound * self._noise[:, step]
-        self._released.append(total / rule.bound)
-        if self._next == steps:
-            self._show()
+        if self._private.observed:
+            self._released.append(total / rule.bound)
+            if self._next == steps:
+                self._show()
         return total * (self._groups / (self._private.facts.examples * self._rate))
 
     def _show(self) -> None:

@@ -211,6 +211,11 @@ class Private:
             self.show(noisy / scale, sigma, rate)
         return noisy
 
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks at what is released."""
+        return self._observe is not None
+
     def show(
         self, noisy: Tensor, sigma: float, rate: float = 1.0, rows: Tensor | None = None
     ) -> None:
