@@ -237,7 +237,7 @@ def _list(as_json: bool) -> None:
         return
     for one in METHODS.values():
         typer.echo(f"{one.key}: {one.title} ({one.family})\n  {one.paper}\n  {one.claim}")
-        for word, text in (("Its paper reports", one.reported), ("Differs", one.differs)):
+        for word, text in (("Reported", one.reported), ("Differs", one.differs)):
             if text:
                 typer.echo(f"  {word}: {text}")
         if one.run is not None:

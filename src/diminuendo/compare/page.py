@@ -26,6 +26,11 @@ READING = (
     "told apart by chance. The intervals are about seeds. They do not cover which candidate was "
     "chosen on auxiliary data, and that can move a method by a point or more."
 )
+PAPERS = (
+    "What papers report is for their own data, models, sizes and accounts, none of which is this "
+    "table's. So no figure of theirs can be read off it; “checked” says what of a paper was "
+    "reproduced or tested nevertheless."
+)
 _SUMMARY = (
     "method",
     "columns",
@@ -122,9 +127,7 @@ def _methods() -> html.Section:
     for method in METHODS.values():
         words = [html.text(method.claim)]
         if method.run is not None:
-            words.append(
-                html.text(f" Its paper: {method.reported or 'no figures are known here.'}")
-            )
+            words.append(html.text(f" Reported: {method.reported}"))
         if method.differs:
             words.append(html.text(f" Differs: {method.differs}"))
         checked = method.checked or ("" if method.run is None else "nothing")
@@ -136,7 +139,7 @@ def _methods() -> html.Section:
                 f" Checked against its paper: {checked}." if checked else "",
             )
         )
-    return html.Section("Methods, their papers and their claims", *rows)
+    return html.Section("Methods, their papers and their claims", PAPERS, *rows)
 
 
 def _picture(folder: Path, column: Column, rows: Sequence[Row]) -> Path:

@@ -7,7 +7,7 @@ compared with its paper. None of these settings is the comparison's: fewer examp
 
 from __future__ import annotations
 
-NOT_COMPARED = "Not compared with its paper's figures."
+NOT_COMPARED = "not compared with the figures of its paper."
 _THEORY = "A paper of theory: rates and proofs, no experiments to compare with."
 
 REPORTED: dict[str, str] = {
