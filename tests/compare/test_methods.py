@@ -120,6 +120,32 @@ def test_the_audit_finds_a_method_with_half_the_noise(monkeypatch: pytest.Monkey
         assert audit_method(key, BUDGET, canaries=240, runs=6, confidence=1 - 1e-7).exceeded
 
 
+@pytest.mark.parametrize("key", ["correlated-prefix", "banded-prefix", "banded-influence"])
+@pytest.mark.parametrize("candidate", [0, 1], ids=["first", "second"])
+def test_the_audit_finds_correlated_noise_of_half_the_size(
+    key: str, candidate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Private.noises
+    monkeypatch.setattr(Private, "noises", lambda self, count: real(self, count) / 2)
+    assert audit_method(
+        key, BUDGET, candidate=candidate, canaries=240, runs=6, confidence=1 - 1e-7
+    ).exceeded
+
+
+def test_the_audit_finds_an_example_that_adds_twice_its_clip_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every one of its turns."""
+    real = Private.clipped
+
+    def twice(self: Private, theta: Tensor, rule: clips.Rule, *more: Any) -> Tensor:
+        return 2 * real(self, theta, rule, *more)
+
+    monkeypatch.setattr(Private, "clipped", twice)
+    for key in ("banded-prefix", "banded-influence"):
+        assert audit_method(key, BUDGET, canaries=240, runs=6, confidence=1 - 1e-7).exceeded
+
+
 # The door
 
 

@@ -4,9 +4,8 @@ Whatever a method releases of gradients passes through `Private`, in units of it
 canaries, each of which adds one unit in a direction of its own, Σ_t rate_t·u_t/σ_t² tells present
 canaries from absent ones. How far they lie apart bounds the noise's scale, and that bounds ε from
 below, as for a trainer (`audit`). Releases other than gradients (counts, losses) are paid for and
-not attacked; nor are the clipped differences of variance reduction, which these canaries do not
-move, so that its bound is loose. Of methods that release one trained model, many models on
-neighbouring data are compared (`neighbours`).
+not attacked. Of methods that release one trained model, many models on neighbouring data are
+compared (`neighbours`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LENGTH = 100.0
 
 @dataclass(frozen=True)
 class CanaryModel(Model):
-    """Example i has the gradient `_LENGTH`·e_i where its label is 1, and none where it is 0."""
+    """Example i has a long gradient along e_i where its label is 1, and none where it is 0."""
 
     canaries: int
     classes: int = 2
@@ -56,8 +55,10 @@ class CanaryModel(Model):
         return torch.zeros(*x.shape[:2], 2, dtype=theta.dtype)
 
     def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
-        """The unit vectors, times the length of those that are present."""
-        return [Layer(x, (_LENGTH * y).unsqueeze(2).to(theta.dtype))]
+        """The unit vectors, times the length of those that are present; it grows with θ, so that
+        differences of gradients show canaries, too."""
+        length = _LENGTH * (1 + theta.norm(dim=1, keepdim=True).clamp(max=1e3))
+        return [Layer(x, (length * y).unsqueeze(2).to(theta.dtype))]
 
 
 @dataclass(frozen=True, kw_only=True)
