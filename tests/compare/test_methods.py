@@ -126,7 +126,7 @@ def test_the_audit_finds_correlated_noise_of_half_the_size(
     key: str, candidate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Private.noises
-    monkeypatch.setattr(Private, "noises", lambda self, count: real(self, count) / 2)
+    monkeypatch.setattr(Private, "noises", lambda self, mixing: real(self, mixing) / 2)
     assert audit_method(
         key, BUDGET, candidate=candidate, canaries=240, runs=6, confidence=1 - 1e-7
     ).exceeded

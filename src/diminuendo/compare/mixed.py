@@ -94,7 +94,7 @@ class MixedGradients:
     ) -> None:
         self._private, self._matrix, self._next = private, torch.tensor(matrix), 0
         inverse = solve_triangular(matrix, np.eye(len(matrix)), lower=True)
-        self._noise = sigma * (torch.from_numpy(inverse).float() @ private.noises(len(matrix)))
+        self._noise = private.noises(torch.from_numpy(sigma * inverse).float())
         self._groups, self._rate, self._paid = groups, rate, paid
         self._released: list[Tensor] = []
         self._bound: float | None = None

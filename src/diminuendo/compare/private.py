@@ -181,10 +181,11 @@ class Private:
         noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
         return noisy / self.facts.examples + most / 2
 
-    def noises(self, count: int) -> Tensor:
-        """So many independent standard normal vectors for each replica, (R, count, parameters)."""
-        shape = (count, self.model.parameters)
-        return torch.stack([torch.randn(shape, generator=g) for g in self._noise])
+    def noises(self, mixing: Tensor) -> Tensor:
+        """mixing · z for each replica, (R, T, parameters), z independent standard normal vectors
+        and mixing (T, T); one replica after the other, because all of it may be large."""
+        shape = (len(mixing), self.model.parameters)
+        return torch.stack([mixing @ torch.randn(shape, generator=g) for g in self._noise])
 
     # What releases are made of
 
