@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,10 +116,11 @@ def grouped(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Two ranks that nobody looks after: torchrun would end the second one itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """Two ranks that nobody looks after: torchrun would end the second one itself.
+
+    The script, which comes first among `arguments`, finds in MEET where its ranks meet.
+    """
+    meet = Path(arguments[0]).with_suffix(".meet")  # nobody takes a file, as one takes a free port
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
@@ -128,8 +129,7 @@ def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MEET": f"file://{meet}?rank={rank}&world_size=2",
             },
         )
         for rank in range(2)

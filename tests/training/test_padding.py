@@ -418,7 +418,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from small_runs import LINEAR, run, weights
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", os.environ["MEET"])
 models = []
 for limit in (None, 2):
     models.append(LINEAR.model())
@@ -435,7 +435,7 @@ def test_two_ranks_give_the_model_of_one(tmp_path: Path) -> None:
     file.write_text(textwrap.dedent(SCRIPT))
     ranks = two_ranks([str(file), str(tmp_path)])
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

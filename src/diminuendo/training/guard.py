@@ -231,10 +231,11 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "one that needs no loss",
+            "one that needs no loss, or one with a metric that is public or paid for",
             name="lr_scheduler",
             value="ReduceLROnPlateau",
-            remedy="The training loss is not released; take a scheduler that counts steps.",
+            remedy="The training loss is not released. fit takes OnPlateau(scheduler, "
+            "public=(x, y)), or OnPlateau(scheduler, paid=0.1).",
         )
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise InputError(

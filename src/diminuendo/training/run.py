@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.training.checkpoint import Checkpoint
@@ -14,6 +15,7 @@ from diminuendo.training.groups import Groups
 from diminuendo.training.journal import steps_ahead
 from diminuendo.training.kept import same_randomness
 from diminuendo.training.learning_rates import PlannedRates
+from diminuendo.training.plateau import OnPlateau
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import Progress, bar
 from diminuendo.training.result import Result, Status, result_of
@@ -33,7 +35,7 @@ class Run:
         self,
         private: PrivateGradients,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | OnPlateau | None,
         checkpoint: Checkpoint | None,
         every: int,
         track: Tracking,
@@ -81,7 +83,8 @@ class Run:
         with stop_signals() as stopped, shown as advance:
             try:
                 self._save_when_due()
-                for losses in _losses(private, loss, data, groups, workers):
+                metric = self._metric
+                for losses in _losses(private, loss, data, groups, workers, metric):
                     before, rows = private.step, private.drawn
                     private.backward(losses)
                     if progress.reveal_training_loss:
@@ -91,7 +94,9 @@ class Run:
                     if private.step == before:
                         continue
                     rate = float(self._optimizer.param_groups[0]["lr"])
-                    if self._lr_scheduler is not None:
+                    if metric is not None:
+                        metric.after_step(private, loss)
+                    elif isinstance(self._lr_scheduler, LRScheduler):
                         self._lr_scheduler.step()
                     if progress.after_step is not None:
                         progress.after_step(private.step, private)
@@ -116,6 +121,10 @@ class Run:
             revealed=progress.reveal_training_loss,
             training_loss=seen,
         )
+
+    @property
+    def _metric(self) -> OnPlateau | None:
+        return self._lr_scheduler if isinstance(self._lr_scheduler, OnPlateau) else None
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
         """The optimiser and the schedule must be of the kinds that were saved."""
@@ -158,7 +167,12 @@ class Run:
 
 
 def _losses(
-    private: PrivateGradients, loss: Loss, data: Any, groups: Any, workers: int
+    private: PrivateGradients,
+    loss: Loss,
+    data: Any,
+    groups: Any,
+    workers: int,
+    metric: OnPlateau | None,
 ) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
@@ -176,6 +190,8 @@ def _losses(
                 refuse_mixing(model, loss, x, y, shapes.others(x))
         outputs = private.model(x)
         private.guard.expect(outputs)
+        if metric is not None:
+            metric.count(private.step, outputs, y, private.drawn)
         yield loss(outputs, y)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from diminuendo.errors import DiminuendoError
@@ -37,6 +38,11 @@ class ExactNoise:
         """
         del sensitivity
         return add_rounded_gaussian(total, noise_std, self.keys.noise(step, self.rank))
+
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        """A number that is released beside the step's gradient, with noise of its own."""
+        total = torch.tensor([number], dtype=torch.float64)
+        return float(add_rounded_gaussian(total, noise_std, self.keys.noise_beside(step)))
 
     def ahead(self, size: int, step: int) -> DrawnNoise:
         """The noise of a step on a CPU before there is a sum to add it to: the same numbers."""

@@ -41,6 +41,9 @@ class NoiseSource(Protocol):
         step         0, 1, …: no two steps of a run share noise
         """
 
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        """number + noise that is independent of the noise of the step's sum."""
+
 
 class FastNoise:
     """PyTorch's own normal numbers, in the parameters' precision: private in real arithmetic only.
@@ -60,6 +63,12 @@ class FastNoise:
         return total.add_(
             self.draw(total.numel(), noise_std, step, total.dtype, total.device).view_as(total)
         )
+
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        """A number that is released beside the step's gradient, with noise of its own."""
+        generator = self._seeds.generator("noise beside a gradient", step)
+        drawn = torch.normal(0.0, noise_std, (1,), generator=generator, dtype=torch.float64)
+        return number + float(drawn)
 
     def draw(
         self, size: int, noise_std: float, step: int, dtype: torch.dtype, device: torch.device
