@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from diminuendo.budget import Budget
 from diminuendo.compare import Bench, Cell, Effort, table
+from diminuendo.compare.data import TASKS
 from diminuendo.compare.lesson import Lesson
 from diminuendo.compare.methods import METHODS, adaptive_rates, learned, stochastic
 from diminuendo.compare.models import Linear, Network
@@ -107,14 +109,14 @@ def test_nothing_private_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None
         return taught[-1]
 
     monkeypatch.setattr(table, "_lesson", watched)
+    task = TASKS["mnist"]
+    own = task.load(None)
+    flipped = dataclasses.replace(own, x=-own.x, y=own.y.flip(0))
     found = []
-    for flipped in (False, True):
-        bench = Bench(effort)
-        own, auxiliary = bench.pools("mnist")
-        if flipped:
-            changed = type(own)(-own.x, own.y.flip(0), own.test_x, own.test_y, own.source)
-            bench._pools["mnist"] = changed, auxiliary
-        found.append(bench.run(cell))
+    for pool in (own, flipped):
+        changed = dataclasses.replace(task, load=lambda _, pool=pool: pool)
+        monkeypatch.setitem(TASKS, "mnist", changed)
+        found.append(Bench(effort).run(cell))
     assert found[0].settings == found[1].settings
     assert found[0].accuracy != found[1].accuracy
     assert [one.rounds for one in taught] == [2, 2]
