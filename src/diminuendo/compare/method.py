@@ -92,11 +92,12 @@ class Method:
         return hashlib.sha256(repr(sorted(self.space.items())).encode()).hexdigest()[:8]
 
     def settings(self, point: Sequence[float]) -> dict[str, float]:
-        """The settings at a point of the unit cube, one coordinate for each tuned number."""
+        """The settings at a point of the unit cube, one coordinate for each tuned number; what is
+        yet to be learnt is 0."""
         drawn = {
             name: values.at(min(max(share, 0.0), 1 - 1e-9))
             for (name, values), share in zip(self.space.items(), point, strict=True)
-        }
+        } | dict.fromkeys(self.learned, 0.0)
         if "length" in drawn:
             drawn = {"lr": drawn.pop("length") / drawn["clip"], **drawn}
         return drawn

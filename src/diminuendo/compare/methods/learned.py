@@ -55,7 +55,7 @@ def _shapes(settings: Settings) -> tuple[Vector, Vector]:
     """Factors on noise and clip norm, (T,) each; 1 where nothing has been learnt."""
     knots = _knots(int(settings["steps"]))
     noise, clip = (
-        np.exp(np.clip(knots @ [settings.get(name, 0.0) for name in names], -_REACH, _REACH))
+        np.exp(np.clip(knots @ [settings[name] for name in names], -_REACH, _REACH))
         for names in (_NOISE, _CLIP)
     )
     return noise, clip
@@ -109,7 +109,7 @@ def _learn_policy(lesson: Lesson, settings: Settings) -> dict[str, float]:
 
 def _policy(private: Private, settings: Settings) -> Tensor:
     steps = int(settings["steps"])
-    weights = torch.tensor([settings.get(name, 0.0) for name in _POLICY], dtype=torch.float64)
+    weights = torch.tensor([settings[name] for name in _POLICY], dtype=torch.float64)
     final = []
     for one in private.each():
         theta, signal = one.start(), torch.zeros(1, dtype=torch.float64)
