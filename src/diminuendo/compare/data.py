@@ -52,6 +52,9 @@ class Pool:
             raise InputError(
                 f"at most {len(self.x)} for this data", name="examples", value=examples
             )
+        if examples == len(self.x):  # all of them: the same for every seed, and held once
+            shape = (len(seeds), *self.x.shape)
+            return self.x.expand(shape), self.y.expand(shape[:2])
         rows = [
             torch.from_numpy(np.random.default_rng([seed, 77]).permutation(len(self.x))[:examples])
             for seed in seeds

@@ -1,0 +1,83 @@
+"""Scattering features of images: fixed wavelets, no learning, one image at a time.
+
+Two layers of wavelets (Oyallon and Mallat 2015) by kymatio, then group normalisation within each
+image (Tramèr and Boneh 2021): public maps of one example each, so that a claim covers them. Values
+are kept as half precision in a file beside the data, because they take minutes to compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diminuendo import _extras, _files
+from diminuendo._progress import bar
+from diminuendo.errors import InputError
+
+J, L = 2, 8
+"""Scales and angles: 81 channels of a quarter of the height and width for each colour."""
+GROUPS = 27
+_CHUNK = 500
+_FORM = f"scattering-J{J}-L{L}-groups{GROUPS}"
+
+
+def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> Tensor:
+    """Normalised features, (N, channels · height/4 · width/4), of norm about 1, in half precision.
+
+    images  (N, colours, height, width), values from 0 to 255
+    folder  where they are kept; a file that is whole, for the same images, is not computed again
+    """
+    digest = hashlib.sha256(images.tobytes() + str(images.shape).encode()).hexdigest()[:16]
+    path = folder / f"{_FORM}-{digest}.npy"
+    width = images.shape[1] * (1 + J * L + L * L * J * (J - 1) // 2)
+    size = width * (images.shape[2] >> J) * (images.shape[3] >> J)
+    stored = _stored(path, (len(images), size))
+    if stored is None:
+        computed = _computed(images, shown=shown)
+        with _files.writing(path, name="the scattering features") as handle:
+            np.save(handle, computed.numpy())
+        stored = computed
+    return stored
+
+
+def _stored(path: Path, shape: tuple[int, int]) -> Tensor | None:
+    """What is in the file, or None where there is none or only a part of one."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError):
+        found = np.zeros(0)
+    if found.shape != shape or found.dtype != np.float16:
+        raise InputError(
+            f"{shape} numbers of half precision",
+            name="the scattering features",
+            value=str(path),
+            remedy="Remove the file; the features are then computed again.",
+        )
+    return torch.from_numpy(found)
+
+
+@torch.no_grad()
+def _computed(images: NDArray[np.uint8], *, shown: bool) -> Tensor:
+    with _extras.needed("kymatio", extra="scattering", purpose="Computing scattering features"):
+        from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+    transform = ScatteringTorch2D(J=J, shape=images.shape[2:], L=L)
+    parts = []
+    with bar("scattering", total=len(images), shown=shown) as progress:
+        for start in range(0, len(images), _CHUNK):
+            chunk = torch.from_numpy(images[start : start + _CHUNK]).float() / 255
+            parts.append(normalised(transform(chunk).flatten(1, -3)).half())
+            progress.advance(len(chunk))
+    return torch.cat(parts)
+
+
+def normalised(channels: Tensor) -> Tensor:
+    """Group normalisation within each image, (N, channels, height, width), flat and of norm ≤ 1."""
+    flat = torch.nn.functional.group_norm(channels, GROUPS, eps=1e-5).flatten(1)
+    return flat / flat.shape[1] ** 0.5
