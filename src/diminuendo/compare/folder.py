@@ -48,7 +48,7 @@ class TableFolder:
         tasks = {cell.task for cell in wanted}
         for entry in self.entries():
             if entry.cell.task in tasks:
-                source = bench.pools(entry.cell.task)[0].source
+                source = bench.pool(entry.cell.task).source
                 if source != entry.source:
                     raise InputError(
                         f"that of the cells in {self.path} ({entry.source})",

@@ -71,7 +71,7 @@ def _computed(images: NDArray[np.uint8], *, shown: bool) -> Tensor:
     parts = []
     with bar("scattering", total=len(images), shown=shown) as progress:
         for start in range(0, len(images), _CHUNK):
-            chunk = torch.from_numpy(images[start : start + _CHUNK]).float() / 255
+            chunk = torch.from_numpy(images[start : start + _CHUNK] / np.float32(255))
             parts.append(normalised(transform(chunk).flatten(1, -3)).half())
             progress.advance(len(chunk))
     return torch.cat(parts)
@@ -80,4 +80,4 @@ def _computed(images: NDArray[np.uint8], *, shown: bool) -> Tensor:
 def normalised(channels: Tensor) -> Tensor:
     """Group normalisation within each image, (N, channels, height, width), flat and of norm ≤ 1."""
     flat = torch.nn.functional.group_norm(channels, GROUPS, eps=1e-5).flatten(1)
-    return flat / flat.shape[1] ** 0.5
+    return torch.as_tensor(flat / flat.shape[1] ** 0.5)
