@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -154,10 +155,11 @@ def test_shared_rows_give_the_same_gradients_and_answers(model: Model) -> None:
         for rows in (x, x.contiguous())
     )
     theta = torch.randn(2, model.parameters, generator=torch.Generator().manual_seed(2))
-    for ask in (
+    asks: list[Callable[[Private], torch.Tensor]] = [
         lambda private: private.gradient(theta, Flat(0.3), 5.0),
         lambda private: private.count_below(theta, torch.ones(2), 5.0),
         lambda private: private.mean_gradient(theta.double()),
-    ):
+    ]
+    for ask in asks:
         torch.testing.assert_close(ask(one), ask(other))
     torch.testing.assert_close(model.outputs(theta, x), model.outputs(theta, x.contiguous()))

@@ -8,6 +8,7 @@ are kept as half precision in a file beside the data, because they take minutes 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,11 @@ from diminuendo.errors import InputError
 J, L = 2, 8
 """Scales and angles: 81 channels of a quarter of the height and width for each colour."""
 GROUPS = 27
+DIRECTIONS, POWER, FLOOR = 1500, 0.75, 1e-5
+"""Whitening: how many directions are kept, how far their lengths are made equal (1: wholly), and
+the share of all second moments that is added to each so that the smallest stay small."""
+_PUBLIC = 20_000
+"""Public images whose second moments are taken."""
 _CHUNK = 500
 _FORM = f"scattering-J{J}-L{L}-groups{GROUPS}"
 
@@ -32,21 +38,59 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     images  (N, colours, height, width), values from 0 to 255
     folder  where they are kept; a file that is whole, for the same images, is not computed again
     """
-    digest = hashlib.sha256(images.tobytes() + str(images.shape).encode()).hexdigest()[:16]
-    path = folder / f"{_FORM}-{digest}.npy"
     width = images.shape[1] * (1 + J * L + L * L * J * (J - 1) // 2)
     size = width * (images.shape[2] >> J) * (images.shape[3] >> J)
-    stored = _stored(path, (len(images), size))
+    path = folder / f"{_FORM}-{_digest(images)}.npy"
+    return _kept(path, (len(images), size), lambda: _computed(images, shown=shown))
+
+
+def whitened(own: Tensor, other: Tensor, folder: Path) -> Tensor:
+    """The features in the directions of another set's second moments, those where that set varies
+    much made shorter: (N, at most DIRECTIONS), in half precision.
+
+    A linear map that public images decide. Without it most of an image's norm lies in directions
+    that all images share, and clipping and noise are in units of the norm.
+
+    own, other  features of the private and of the public images
+    folder      where the result is kept
+    """
+    size = min(DIRECTIONS, own.shape[1])
+    digest = _digest(own.numpy()), _digest(other[:_PUBLIC].numpy())
+    path = folder / f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}-{'-'.join(digest)}.npy"
+    return _kept(path, (len(own), size), lambda: _turned(own, _map(other[:_PUBLIC].float(), size)))
+
+
+def _map(other: Tensor, size: int) -> Tensor:
+    """The directions of the largest second moments, times (moment + FLOOR)^(−POWER/2)."""
+    moments = other.T @ other
+    values, directions = torch.linalg.eigh(moments / moments.trace())
+    scales = (values.flip(0)[:size].clamp(min=0) + FLOOR) ** (-POWER / 2)
+    return torch.as_tensor(directions.flip(1)[:, :size] * (scales / scales.max()))
+
+
+def _turned(own: Tensor, directions: Tensor) -> Tensor:
+    starts = range(0, len(own), 10 * _CHUNK)
+    return torch.cat([(own[k : k + 10 * _CHUNK].float() @ directions).half() for k in starts])
+
+
+def _digest(content: NDArray[np.uint8] | NDArray[np.float16]) -> str:
+    own = hashlib.sha256(np.ascontiguousarray(content).data)
+    own.update(str(content.shape).encode())
+    return own.hexdigest()[:16]
+
+
+def _kept(path: Path, shape: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
+    """What the file holds, or what is computed and written there."""
+    stored = _stored(path, shape)
     if stored is None:
-        computed = _computed(images, shown=shown)
+        stored = compute()
         with _files.writing(path, name="the scattering features") as handle:
-            np.save(handle, computed.numpy())
-        stored = computed
+            np.save(handle, stored.numpy())
     return stored
 
 
 def _stored(path: Path, shape: tuple[int, int]) -> Tensor | None:
-    """What is in the file, or None where there is none or only a part of one."""
+    """What is in the file, or None where there is none; InputError for anything else."""
     try:
         found = np.load(path, allow_pickle=False)
     except FileNotFoundError:
