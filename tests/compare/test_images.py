@@ -60,6 +60,42 @@ def test_features_are_kept_for_the_same_images_only(
         scattering.features(images, tmp_path, shown=False)
 
 
+def test_whitening_is_a_map_of_one_image_that_public_images_decide(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(4)
+    scales = torch.linspace(1, 9, 12)
+    own, other = ((torch.randn(40, 12, generator=generator) * scales).half() for _ in range(2))
+    found = scattering.whitened(own, other, tmp_path).float()
+    assert found.shape == (40, 12)
+    alone = scattering.whitened(own[3:4], other, tmp_path).float()
+    torch.testing.assert_close(alone, found[3:4])
+    moved = scattering.whitened(own, other + 1, tmp_path).float()
+    assert not torch.equal(moved, found)
+    spread = found.std(0)
+    before = own.float().std(0)
+    assert float(spread.max() / spread.min()) < float(before.max() / before.min()) / 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_tuning_for_whitened_images_never_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
+        del folder
+        read.append(key)
+        few, labels = random_images(4), np.array([0, 1, 2, 3], dtype=np.uint8)
+        return tmp_path, cifar.Cifar(few, labels, few[:2], labels[:2])
+
+    monkeypatch.setattr(data, "_images", images)
+    monkeypatch.setattr(scattering, "_map", lambda other, size: torch.eye(other.shape[1], size))
+    pool = TASKS["mnist-whitened"].auxiliary(0, tmp_path)
+    assert set(read) == {"fashion"}
+    assert pool.features == scattering.DIRECTIONS + 1
+    assert TASKS["mnist-whitened"].load(tmp_path).source.startswith("mnist")
+    assert set(read) == {"fashion", "mnist"}
+
+
 @pytest.mark.parametrize("key", ["mnist", "fashion", "cifar10"])
 def test_images_that_are_missing_are_asked_for(key: str, tmp_path: Path) -> None:
     task = TASKS[f"{key}-scattering"]

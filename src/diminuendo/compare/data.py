@@ -204,23 +204,31 @@ def _with_intercept(features: Tensor) -> Tensor:
     return x.div_(1 + 1e-5)
 
 
-def _scattered(key: str) -> Callable[[Path | None], Pool]:
+def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], Pool]:
+    """A loader of scattering features, whitened by the images of a public set if one is named."""
+
     def load(folder: Path | None) -> Pool:
         place, found = _images(folder, key)
-        x, test_x = (
-            _with_intercept(scattering.features(images, place))
-            for images in (found.images, found.test_images)
-        )
-        source = f"{key} by scattering: {len(x):,} to draw from, {len(test_x):,} for testing"
+        parts = [scattering.features(images, place) for images in (found.images, found.test_images)]
+        if public is not None:
+            where, others = _images(folder, public)
+            other = scattering.features(others.images, where)
+            parts = [scattering.whitened(part, other, place) for part in parts]
+        x, test_x = (_with_intercept(part) for part in parts)
+        by = f", whitened by {public}" if public else ""
+        sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
+        source = f"{key} by scattering{by}: {sizes}"
         return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
 
     return load
 
 
-def _scattered_auxiliary(key: str) -> Auxiliary:
+def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
+    """All of another set. It is whitened by itself: the task's own images decide nothing."""
+
     def auxiliary(seed: int, folder: Path | None = None) -> Pool:
-        del seed  # all of the other set, with its own test images
-        return _scattered(key)(folder)
+        del seed
+        return _scattered(key, key if whitened else None)(folder)
 
     return auxiliary
 
@@ -349,6 +357,22 @@ TASKS = {
             False,
             _scattered("cifar10"),
             _scattered_auxiliary("fashion"),
+        ),
+        Task(
+            "mnist-whitened",
+            "MNIST, scattering, whitened",
+            10,
+            False,
+            _scattered("mnist", "fashion"),
+            _scattered_auxiliary("fashion", whitened=True),
+        ),
+        Task(
+            "fashion-whitened",
+            "Fashion-MNIST, scattering, whitened",
+            10,
+            False,
+            _scattered("fashion", "mnist"),
+            _scattered_auxiliary("mnist", whitened=True),
         ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),
