@@ -213,7 +213,7 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         if public is not None:
             where, others = _images(folder, public)
             other = scattering.features(others.images, where)
-            parts = [scattering.whitened(part, other, place) for part in parts]
+            parts = scattering.whitened(parts, other, place)
         x, test_x = (_with_intercept(part) for part in parts)
         by = f", whitened by {public}" if public else ""
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"

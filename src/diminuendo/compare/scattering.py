@@ -8,7 +8,8 @@ are kept as half precision in a file beside the data, because they take minutes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -44,20 +45,29 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     return _kept(path, (len(images), size), lambda: _computed(images, shown=shown))
 
 
-def whitened(own: Tensor, other: Tensor, folder: Path) -> Tensor:
+def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]:
     """The features in the directions of another set's second moments, those where that set varies
-    much made shorter: (N, at most DIRECTIONS), in half precision.
+    much made shorter: each (N, at most DIRECTIONS), in half precision.
 
     A linear map that public images decide. Without it most of an image's norm lies in directions
     that all images share, and clipping and noise are in units of the norm.
 
-    own, other  features of the private and of the public images
-    folder      where the result is kept
+    own     features of private images
+    other   features of public images
+    folder  where the results are kept
     """
-    size = min(DIRECTIONS, own.shape[1])
-    digest = _digest(own.numpy()), _digest(other[:_PUBLIC].numpy())
-    path = folder / f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}-{'-'.join(digest)}.npy"
-    return _kept(path, (len(own), size), lambda: _turned(own, _map(other[:_PUBLIC].float(), size)))
+    public = other[:_PUBLIC]
+    size = min(DIRECTIONS, public.shape[1])
+    form = f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}-{_digest(public.numpy())}"
+    turn = cache(lambda: _map(public.float(), size))  # needed only where nothing is kept
+    return [
+        _kept(
+            folder / f"{form}-{_digest(part.numpy())}.npy",
+            (len(part), size),
+            partial(_turned, part, turn),
+        )
+        for part in own
+    ]
 
 
 def _map(other: Tensor, size: int) -> Tensor:
@@ -68,7 +78,8 @@ def _map(other: Tensor, size: int) -> Tensor:
     return torch.as_tensor(directions.flip(1)[:, :size] * (scales / scales.max()))
 
 
-def _turned(own: Tensor, directions: Tensor) -> Tensor:
+def _turned(own: Tensor, turn: Callable[[], Tensor]) -> Tensor:
+    directions = turn()
     starts = range(0, len(own), 10 * _CHUNK)
     return torch.cat([(own[k : k + 10 * _CHUNK].float() @ directions).half() for k in starts])
 
