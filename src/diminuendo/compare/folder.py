@@ -31,7 +31,10 @@ class TableFolder:
     """The cells that are done, in a folder, and the claims of those under way."""
 
     def __init__(self, path: str | Path, effort: Effort) -> None:
-        self.folder = ResultsFolder(path, asdict(effort))
+        setting = asdict(effort)
+        if not effort.given:
+            del setting["given"]  # tables that were begun before settings could be given
+        self.folder = ResultsFolder(path, setting)
         self.path = Path(path)
         _files.make_folder(self.path / "claims")
 
