@@ -73,7 +73,26 @@ def test_whitening_is_a_map_of_one_image_that_public_images_decide(tmp_path: Pat
     spread = found.std(0)
     before = own.float().std(0)
     assert float(spread.max() / spread.min()) < float(before.max() / before.min()) / 2
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 5, "two maps and three results"
+
+
+def test_parts_that_are_kept_are_never_in_other_directions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eigenvectors have any sign: a part that is computed later must use the map of the first."""
+    own = torch.randn(6, 12, generator=torch.Generator().manual_seed(5)).half()
+    both = scattering.whitened([own[:4], own[4:]], own, tmp_path)
+    kept = sorted(tmp_path.glob("*.npy"), key=lambda path: path.stat().st_size)
+    kept[0].unlink()  # the smaller part
+    made = scattering._map
+    monkeypatch.setattr(scattering, "_map", lambda other, size: -made(other, size))
+    again = scattering.whitened([own[:4], own[4:]], own, tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(both, again, strict=True))
+    for path in tmp_path.glob("*-map-*.npy"):
+        path.unlink()
+    turned = scattering.whitened([own[:4], own[4:]], own, tmp_path)
+    torch.testing.assert_close(turned[0], -both[0])
+    torch.testing.assert_close(turned[1], -both[1])
 
 
 def test_tuning_for_whitened_images_never_reads_them(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +58,19 @@ def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]
     """
     public = other[:_PUBLIC]
     size = min(DIRECTIONS, public.shape[1])
-    form = f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}-{_digest(public.numpy())}"
-    turn = cache(lambda: _map(public.float(), size))  # needed only where nothing is kept
+    form = f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}"
+    # The map is kept too: another solver run may turn or flip directions of nearly equal moments,
+    # and parts in other directions would look alike and mean nothing together.
+    turn = _kept(
+        folder / f"{form}-map-{_digest(public.numpy())}.npy",
+        (public.shape[1], size),
+        lambda: _map(public.float(), size).half(),
+    )
     return [
         _kept(
-            folder / f"{form}-{_digest(part.numpy())}.npy",
+            folder / f"{form}-{_digest(turn.numpy())}-{_digest(part.numpy())}.npy",
             (len(part), size),
-            partial(_turned, part, turn),
+            partial(_turned, part, turn.float()),
         )
         for part in own
     ]
@@ -78,8 +84,7 @@ def _map(other: Tensor, size: int) -> Tensor:
     return torch.as_tensor(directions.flip(1)[:, :size] * (scales / scales.max()))
 
 
-def _turned(own: Tensor, turn: Callable[[], Tensor]) -> Tensor:
-    directions = turn()
+def _turned(own: Tensor, directions: Tensor) -> Tensor:
     starts = range(0, len(own), 10 * _CHUNK)
     return torch.cat([(own[k : k + 10 * _CHUNK].float() @ directions).half() for k in starts])
 
