@@ -209,8 +209,7 @@ def test_a_cell_of_another_definition_is_refused(
 def test_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
     folder, bench = TableFolder(tmp_path, EFFORT), Bench(EFFORT)
     folder.run(small(["uniform"]), bench)
-    own, auxiliary = bench.pools("mnist")
-    bench._pools["mnist"] = dataclasses.replace(own, source="other digits"), auxiliary
+    bench._pools["mnist"] = dataclasses.replace(bench.pool("mnist"), source="other digits")
     with pytest.raises(dim.InputError, match="the data"):
         folder.run(small(["auto-s"]), bench)
     assert len(folder.entries()) == 1
@@ -327,6 +326,38 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*base, "--method", "auto-s"]) == 0
     assert "automatic clipping" in capsys.readouterr().out
     assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_settings_that_are_given_are_not_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compare", *SMALL, "--out", str(tmp_path), "--epsilon", "3"]
+    methods = ["--method", "uniform", "--method", "exponential"]
+    given = ["--settings", "length=4,clip=0.5,steps=10,fall=0.5"]
+    assert main([*base, *methods, *given, "--json"]) == 0
+    capsys.readouterr()
+    for path in (tmp_path / "runs").iterdir():
+        entry = json.loads(path.read_text())
+        assert entry["settings"]["lr"] == 8
+        assert entry["settings"]["steps"] == 10
+        assert entry["auxiliary"] is None
+    page = (tmp_path / "index.html").read_text()
+    assert "length = 4" in page
+    assert "candidates per method" not in page
+    assert "given" in (tmp_path / "table.md").read_text()
+    assert main([*base, *methods]) == 2, "tuned cells are not mixed with given ones"
+    assert "given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "length", "length=x", "length=4,clip=0.5", "length=4,clip=0.5,steps=10,fall=1"]
+)
+def test_wrong_settings(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    base = ["compare", *SMALL, "--out", str(out), "--epsilon", "3", "--method", "uniform"]
+    assert main([*base, "--settings", wrong]) == 2
+    assert "Expected" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_audit(capsys: pytest.CaptureFixture[str]) -> None:

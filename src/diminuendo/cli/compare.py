@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diminuendo._progress import bar
 from diminuendo.cli.options import AsJson, need_torch, print_json, print_table
 from diminuendo.errors import InputError
+
+if TYPE_CHECKING:
+    from diminuendo.compare.table import Effort
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +33,7 @@ def compare(
         list[str] | None, typer.Option(help="Only this method; may be repeated.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="mnist (default), fashion, adult, spam; repeatable.")
+        list[str] | None, typer.Option(help="mnist (default), fashion, adult, …; repeatable.")
     ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="linear (default) or network; repeatable.")
@@ -43,6 +46,10 @@ def compare(
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Runs per cell; 20, or 8 with --quick.")
+    ] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option(help="Tuned numbers, NAME=VALUE,…, for all methods: nothing is tuned."),
     ] = None,
     data_dir: Annotated[
         list[str] | None,
@@ -86,6 +93,7 @@ def compare(
         tuning_repeats=2 if quick else 3,
         repeats=(8 if quick else 20) if repeats is None else repeats,
         delta=delta,
+        given=_settings(settings),
     )
     _refuse_listed(method or [])
     wanted = table.cells(
@@ -95,9 +103,13 @@ def compare(
         epsilon or ([1.0, 8.0] if quick else [0.5, 1.0, 3.0, 8.0]),
         method or [key for key, one in METHODS.items() if one.run is not None],
     )
+    if effort.given:
+        _check_settings(effort, {cell.method for cell in wanted})
     bench = table.Bench(effort, _folders(data_dir or [], tasks))
     for name in tasks:
-        bench.pools(name)  # what is missing is said before anything is run
+        bench.pool(name)  # what is missing is said before anything is run
+        if not effort.given:
+            bench.auxiliary(name)
     folder = TableFolder(out, effort)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the products are small: threads would only wait for each other
@@ -204,6 +216,33 @@ def _refuse_listed(methods: list[str]) -> None:
             raise InputError(
                 "one with a valid claim", name="--method", value=key, remedy=METHODS[key].claim
             )
+
+
+def _settings(text: str | None) -> dict[str, float]:
+    """Numbers by name, from NAME=VALUE,…"""
+    found: dict[str, float] = {}
+    for part in (text or "").split(",") if text is not None else []:
+        name, separator, value = part.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            separator = ""
+        if not (name and separator):
+            raise InputError("NAME=VALUE,…", name="--settings", value=text)
+    return found
+
+
+def _check_settings(effort: Effort, methods: set[str]) -> None:
+    """Every method has all of its numbers, and every number a method that takes it."""
+    from diminuendo.compare.methods import METHODS
+
+    for key in sorted(methods):
+        effort.settings_of(METHODS[key])
+    unused = set(effort.given) - {name for key in methods for name in METHODS[key].space}
+    if unused:
+        raise InputError(
+            "numbers that a method takes", name="--settings", value=", ".join(sorted(unused))
+        )
 
 
 def _folders(given: list[str], tasks: list[str]) -> dict[str, Path]:

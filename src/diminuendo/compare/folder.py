@@ -35,7 +35,10 @@ class TableFolder:
     """The cells that are done, in a folder, and the claims of those under way."""
 
     def __init__(self, path: str | Path, effort: Effort) -> None:
-        self.folder = ResultsFolder(path, asdict(effort))
+        setting = asdict(effort)
+        if not effort.given:
+            del setting["given"]  # tables that were begun before settings could be given
+        self.folder = ResultsFolder(path, setting)
         self.path = Path(path)
         _files.make_folder(self.path / "claims")
 
@@ -52,7 +55,7 @@ class TableFolder:
         tasks = {cell.task for cell in wanted}
         for entry in self.entries():
             if entry.cell.task in tasks:
-                source = bench.pools(entry.cell.task)[0].source
+                source = bench.pool(entry.cell.task).source
                 if source != entry.source:
                     raise InputError(
                         f"that of the cells in {self.path} ({entry.source})",

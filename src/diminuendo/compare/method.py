@@ -98,9 +98,7 @@ class Method:
             name: values.at(min(max(share, 0.0), 1 - 1e-9))
             for (name, values), share in zip(self.space.items(), point, strict=True)
         } | dict.fromkeys(self.learned, 0.0)
-        if "length" in drawn:
-            drawn = {"lr": drawn.pop("length") / drawn["clip"], **drawn}
-        return drawn
+        return as_settings(drawn)
 
     def point(self, number: int) -> list[float]:
         """Point 0, 1, … of a Halton sequence, whose points spread evenly over the unit cube."""
@@ -109,6 +107,12 @@ class Method:
     def candidate(self, number: int) -> dict[str, float]:
         """The settings at the Halton sequence's point 0, 1, …"""
         return self.settings(self.point(number))
+
+
+def as_settings(tuned: Mapping[str, float]) -> dict[str, float]:
+    """The settings of a run from tuned numbers: lr in place of `length`, which is lr × clip."""
+    rest = {name: value for name, value in tuned.items() if name != "length"}
+    return {"lr": tuned["length"] / tuned["clip"], **rest} if "length" in tuned else rest
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17)

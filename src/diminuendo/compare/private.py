@@ -20,7 +20,7 @@ from diminuendo import accounting
 from diminuendo.accounting.filters import GaussianFilter
 from diminuendo.budget import Budget
 from diminuendo.compare.clips import Rule
-from diminuendo.compare.models import Layer, Model
+from diminuendo.compare.models import Layer, Model, shared
 from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import AdaptiveSpending, Spending
@@ -77,6 +77,7 @@ class Private:
         self.facts = Facts(x.shape[1], largest_norm, int(getattr(model, "classes", 1)))
         self.replicas = x.shape[0]
         self._x, self._y, self._seeds, self._observe = x, y, list(seeds), observe
+        self._lengths = (x[:1] if shared(x) else x).norm(dim=2).expand(x.shape[:2])
         self._alone: list[Private] = []
         self.spending: Spending = AdaptiveSpending(GaussianFilter(budget))
         self._noise = [torch.Generator().manual_seed(4 * seed + 1) for seed in self._seeds]
@@ -230,13 +231,17 @@ class Private:
 
     def layers(self, theta: Tensor) -> list[Layer]:
         """What the gradients are made of. Not private: for releases alone, after `pay`."""
-        return self.model.layers(theta, self._x, self._y)
+        first, *others = self.model.layers(theta, self._x, self._y)
+        if first.inputs is self._x:
+            first = first._replace(lengths=self._lengths)
+        return [first, *others]
 
     def mean_gradient(self, theta: Tensor, part: slice | None = None) -> Tensor:
         """The mean gradient, of a part of the rows if given, without clipping, in theta's
         precision. Not private: for releases alone, after `pay`."""
         rows = slice(None) if part is None else part
-        x, y = self._x[:, rows].to(theta.dtype), self._y[:, rows]
+        x, y = self._x[:, rows], self._y[:, rows]
+        x = x[:1].to(theta.dtype).expand_as(x) if shared(x) else x.to(theta.dtype)
         sums = [
             layer.sums(torch.ones_like(layer.deltas[:, :, 0]))
             for layer in self.model.layers(theta, x, y)
@@ -244,17 +249,16 @@ class Private:
         return torch.cat(sums, dim=1) / x.shape[1]
 
     def _norms(self, theta: Tensor) -> Tensor:
-        layers = self.model.layers(theta, self._x, self._y)
-        return torch.as_tensor(torch.stack([layer.norms() for layer in layers]).norm(dim=0))
+        return torch.as_tensor(torch.stack([x.norms() for x in self.layers(theta)]).norm(dim=0))
 
     def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
-        layers = self.model.layers(theta, self._x, self._y)
+        layers = self.layers(theta)
         if anchor is None:
             return layers
-        before = self.model.layers(anchor, self._x, self._y)
+        before = self.layers(anchor)
         if len(layers) != 1:
             raise UsageError("Differences of gradients are clipped for models of one layer.")
-        return [Layer(layers[0].inputs, layers[0].deltas - before[0].deltas)]
+        return [layers[0]._replace(deltas=layers[0].deltas - before[0].deltas)]
 
     def clipped(
         self,
