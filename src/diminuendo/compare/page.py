@@ -134,7 +134,7 @@ def _methods() -> html.Section:
     rows = []
     for method in METHODS.values():
         words = [html.text(method.claim)]
-        if method.run is not None:
+        if method.run is not None and method.reported:
             words.append(html.text(f" Reported: {method.reported}"))
         if method.differs:
             words.append(html.text(f" Differs: {method.differs}"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 NOT_COMPARED = "not compared with the figures of its paper."
 _THEORY = "A paper of theory: rates and proofs, no experiments to compare with."
+_OURS = "This library's own; no paper's figure to compare with."
 
 REPORTED: dict[str, str] = {
     "uniform": "MNIST with 60 principal components and 1,000 hidden units: 90, 95 and 97% at "
     "ε = 0.5, 2 and 8, δ = 1e-5, on 60,000 examples (Abadi et al., section 5).",
+    "uniform-falling": "Customary; no paper's figure to compare with.",
     "uniform-momentum": "CIFAR-10 without other data: 81.4% at (8, 1e-5), with a WRN-40-4, large "
     "batches, several augmentations of each image and averaged parameters (De et al., abstract).",
     "adam-corrected": "More accuracy than DP-Adam on image, text and graph tasks (abstract); no "
@@ -20,6 +22,10 @@ REPORTED: dict[str, str] = {
     "optimal": "MNIST35 and MNIST by N, in its figure: reproduced by `diminuendo reproduce`, on "
     "the page of evidence.",
     "exponential": "The same figure as the optimal schedule's.",
+    "optimal-momentum": _OURS,
+    "joint": _OURS,
+    "correlated-influence": _OURS,
+    "banded-influence": _OURS,
     "adaptive-share": "Logistic regression and support vector machines on real tables, as curves "
     "over ε; no single figure to compare with.",
     "adadp": "MNIST at ε = 0.5 and 0.1 with σ = 8 and lots of 600, as curves (the repository "
