@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor
 import diminuendo as dim
 from diminuendo import accounting
 from diminuendo.budget import Budget, gaussian_delta
-from diminuendo.compare import clips, whole
-from diminuendo.compare.auditing import audit_method, can_be_audited, one_by_one
+from diminuendo.compare import clips, factors, mixed, whole
+from diminuendo.compare.auditing import audit_method
 from diminuendo.compare.methods import METHODS, correlated
 from diminuendo.compare.models import Linear, Network
 from diminuendo.compare.private import DeclaredSpending, Private
@@ -22,7 +23,8 @@ from diminuendo.compare.scaled import scaled_gradient
 
 BUDGET = Budget(epsilon=3.0, delta=1e-5)
 RUN = [key for key, method in METHODS.items() if method.run is not None]
-GRADIENTS = [key for key in RUN if can_be_audited(key)]
+GRADIENTS = [key for key in RUN if METHODS[key].releases == "gradients"]
+MODELS = [key for key in RUN if METHODS[key].releases != "gradients"]
 
 
 def data(examples: int = 120, features: int = 6, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -68,12 +70,32 @@ def test_a_method_runs_on_the_network(key: str) -> None:
 @pytest.mark.parametrize("key", GRADIENTS)
 def test_no_method_leaks_more_than_it_pays_for(key: str) -> None:
     """Seeded; by chance it would fail with probability 1e-7 for each method."""
-    runs = 1 if one_by_one(key) else 6
+    runs = 1 if METHODS[key].alone else 6
     found = audit_method(key, BUDGET, canaries=1500 // runs, runs=runs, confidence=1 - 1e-7)
     assert not found.exceeded
+    assert found.noise_scale is not None
     assert found.noise_scale > 0.75
-    if METHODS[key].family not in ("noise by what was seen", "variance reduction"):
+    if not METHODS[key].alone and METHODS[key].family != "variance reduction":
         assert found.noise_scale < 1.25, "and a present canary adds one unit"
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_no_model_tells_more_of_an_example_than_is_claimed(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded; by chance it would fail with probability 1e-7 for each method."""
+    budget = Budget(epsilon=1.0, delta=1e-5)
+    found = audit_method(key, budget, canaries=600, runs=1, confidence=1 - 1e-7)
+    assert not found.exceeded
+    assert found.attacked == METHODS[key].releases
+    real = Private.noised
+
+    def quiet(self: Private, sums: Tensor, bound: float, sigma: float, **more: Any) -> Tensor:
+        return real(self, sums, bound, sigma / less, **more)
+
+    less = 12 if METHODS[key].releases == "noised model" else 30
+    monkeypatch.setattr(Private, "noised", quiet)
+    assert audit_method(key, budget, canaries=600, runs=1, confidence=1 - 1e-7).exceeded
 
 
 def test_the_audit_finds_a_method_with_half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +117,32 @@ def test_the_audit_finds_a_method_with_half_the_noise(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Private, "noised", halved)
     for key in ("uniform", "large-batches"):
+        assert audit_method(key, BUDGET, canaries=240, runs=6, confidence=1 - 1e-7).exceeded
+
+
+@pytest.mark.parametrize("key", ["correlated-prefix", "banded-prefix", "banded-influence"])
+@pytest.mark.parametrize("candidate", [0, 1], ids=["first", "second"])
+def test_the_audit_finds_correlated_noise_of_half_the_size(
+    key: str, candidate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Private.noises
+    monkeypatch.setattr(Private, "noises", lambda self, mixing: real(self, mixing) / 2)
+    assert audit_method(
+        key, BUDGET, candidate=candidate, canaries=240, runs=6, confidence=1 - 1e-7
+    ).exceeded
+
+
+def test_the_audit_finds_an_example_that_adds_twice_its_clip_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every one of its turns."""
+    real = Private.clipped
+
+    def twice(self: Private, theta: Tensor, rule: clips.Rule, *more: Any) -> Tensor:
+        return 2 * real(self, theta, rule, *more)
+
+    monkeypatch.setattr(Private, "clipped", twice)
+    for key in ("banded-prefix", "banded-influence"):
         assert audit_method(key, BUDGET, canaries=240, runs=6, confidence=1 - 1e-7).exceeded
 
 
@@ -279,16 +327,16 @@ def test_what_is_spared_for_the_solver_adds_up() -> None:
 def test_the_sensitivity_of_a_factor_is_reached_by_equal_gradients_only() -> None:
     generator = np.random.default_rng(1)
     matrix = np.tril(generator.random((6, 6))) + np.eye(6)
-    bound = correlated.sensitivity(matrix)
+    bound = mixed.sensitivity(matrix)
     assert np.linalg.norm(matrix @ np.ones(6)) == pytest.approx(bound)
     for _ in range(200):
         g = generator.normal(size=(6, 4))
         g /= np.linalg.norm(g, axis=1, keepdims=True)
         assert np.linalg.norm(matrix @ g) <= bound
     with pytest.raises(dim.InputError):
-        correlated.sensitivity(-matrix)
+        mixed.sensitivity(-matrix)
     with pytest.raises(dim.InputError):
-        correlated.sensitivity(matrix.T)
+        mixed.sensitivity(matrix.T)
 
 
 def test_the_square_root_of_prefix_sums() -> None:
@@ -310,8 +358,7 @@ def test_correlated_noise_has_the_covariance_that_was_paid_for() -> None:
         Budget(epsilon=100, delta=1e-5),
         seeds=range(50),
     )
-    mixing = torch.from_numpy(np.linalg.inv(matrix)).float()
-    noise = hidden.correlated(sigma / correlated.sensitivity(matrix), mixing, sigma)
+    noise = mixed.everybody(hidden, matrix, sigma)
     rule = clips.Flat(1.0)
     released = torch.stack(
         [noise.gradient(t, hidden.start(), rule) for t in range(steps)], dim=1
@@ -321,6 +368,71 @@ def test_correlated_noise_has_the_covariance_that_was_paid_for() -> None:
     np.testing.assert_allclose(covariance, np.eye(steps), atol=0.24)
     with pytest.raises(dim.UsageError):
         noise.gradient(0, hidden.start(), rule)
+
+
+def turns(examples: int, steps: int, groups: int, matrix: NDArray[np.float64]) -> Tensor:
+    """Sums that one example at a time adds to each step, without noise: (examples, steps)."""
+    loud = Budget(epsilon=1e5, delta=1e-5)
+    added = torch.zeros(examples, steps)
+    for own in range(examples):
+        x = torch.zeros(1, examples, 7)
+        x[0, own, 0] = 1.0
+        y = torch.zeros(1, examples, dtype=torch.int64)
+        hidden = Private(Linear(7, 3), x, y, loud, seeds=[1])
+        noise = mixed.in_turns(hidden, matrix, 1e-2, groups)
+        for t in range(steps):
+            gradient = noise.gradient(t, hidden.start(), clips.Flat(0.5))
+            added[own, t] = gradient.norm() * examples / groups
+    return added
+
+
+def test_examples_take_turns_and_their_columns_share_no_row() -> None:
+    steps, groups = 8, 4
+    matrix = factors.best_factor(steps, groups, 0.9)
+    added = turns(6, steps, groups, matrix)
+    for own in range(6):
+        mine = np.flatnonzero(added[own].numpy() > 0.2)
+        np.testing.assert_array_equal(mine, np.arange(own % groups, steps, groups))
+        gram = matrix[:, mine].T @ matrix[:, mine]
+        np.testing.assert_allclose(gram - np.diag(np.diag(gram)), 0, atol=1e-15)
+        paid = mixed.block_norms(matrix, groups)
+        assert (np.sqrt(np.diag(gram)) <= paid).all()
+
+
+def test_turns_are_charged_as_sampled_steps() -> None:
+    matrix = factors.best_factor(20, 5, None)
+    sigma = 3.0
+    hidden = private(Budget(epsilon=50.0, delta=1e-5))
+    mixed.in_turns(hidden, matrix, sigma, 5, 0.5)
+    norms = mixed.block_norms(matrix, 5)
+    assert hidden.claimed() == accounting.epsilon([sigma / n for n in norms], 1e-5, 0.5)
+    with pytest.raises(dim.BudgetRefused):
+        mixed.in_turns(private(), matrix, 0.1, 5)
+    with pytest.raises(dim.InputError, match="bands"):
+        mixed.in_turns(private(), matrix, 30.0, 4)
+    with pytest.raises(dim.InputError):
+        mixed.in_turns(private(), matrix, 30.0, 1)
+
+
+@pytest.mark.parametrize("gamma", [0.8, 0.95])
+def test_a_factor_for_the_final_loss_beats_the_one_for_prefix_sums(gamma: float) -> None:
+    """And both beat independent noise, and the square root of prefix sums, at their own aim."""
+    steps, band = 40, 5
+    blocks = steps // band
+    square = correlated.banded_square_root(steps, band)
+    square = square / np.linalg.norm(square, axis=0) / math.sqrt(blocks)
+    prefix, final = factors.prefix_error(steps), factors.final_loss(steps, gamma)
+    for_prefix, for_final = (factors.best_factor(steps, band, g) for g in (None, gamma))
+    for own in (for_prefix, for_final):
+        norms = np.array(mixed.block_norms(own, band))
+        assert float(np.sum(norms**2)) == pytest.approx(1.0)
+        np.testing.assert_allclose(
+            np.linalg.norm(own, axis=0), np.repeat(norms, band), rtol=1e-9, err_msg="all alike"
+        )
+    assert factors.final_noise(prefix, for_prefix) < factors.final_noise(prefix, square)
+    assert factors.final_noise(final, for_final) < 0.95 * factors.final_noise(final, for_prefix)
+    alone = np.eye(steps) / math.sqrt(blocks)
+    assert factors.final_noise(prefix, for_prefix) < factors.final_noise(prefix, alone)
 
 
 def test_correlation_cannot_beat_the_lemma_for_one_influence_curve() -> None:

@@ -6,6 +6,10 @@ import dataclasses
 import json
 import os
 import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,97 @@ def test_a_cell_that_another_machine_has_begun_is_left_to_it(tmp_path: Path) -> 
     assert not claim.exists()
 
 
+def test_a_table_is_extended_by_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another task, size and budget: only the new cells are run, the old files stay as they are."""
+    other = dataclasses.replace(TASKS["mnist"], key="others", title="Others")
+    monkeypatch.setitem(TASKS, "others", other)
+    bench, folder = Counting(EFFORT), TableFolder(tmp_path, EFFORT)
+    first = small(["uniform", "auto-s"])
+    folder.run(first, bench)
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
+    wanted = cells(["mnist", "others"], ["linear"], [80, 60], [3.0], ["uniform", "auto-s"])
+    assert set(first) < set(wanted)
+    folder.run(wanted, bench)
+    assert bench.ran == len(wanted) == 8
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(summary.columns(folder.entries())) == 4
+
+
+def test_two_at_once_share_the_cells(tmp_path: Path) -> None:
+    """Each cell is run once, whoever runs it, and both see the whole table in the end."""
+    wanted = small(["uniform", "auto-s", "psac", "adam", "optimal", "yu-time"])
+    ran: list[Cell] = []
+
+    class Slow(Bench):
+        def run(self, cell: Cell) -> Entry:
+            ran.append(cell)
+            return super().run(cell)
+
+    def work() -> None:
+        folder, bench = TableFolder(tmp_path, EFFORT), Slow(EFFORT)
+        while folder.run(wanted, bench):
+            time.sleep(0.05)
+        assert len(folder.entries()) == len(wanted)
+
+    TableFolder(tmp_path, EFFORT)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work) for _ in range(2)]:
+            future.result(timeout=120)
+    assert sorted(ran) == sorted(wanted)
+    assert not list((tmp_path / "claims").iterdir())
+
+
+_BEGIN = """
+import sys, time
+from diminuendo.compare import Bench, Effort, TableFolder, cells
+
+class Stuck(Bench):
+    def run(self, cell):
+        time.sleep(600)
+
+effort = Effort(trials=2, tuning_repeats=1, repeats=2)
+wanted = cells(["mnist"], ["linear"], [80], [3.0], ["uniform"])
+TableFolder(sys.argv[1], effort).run(wanted, Stuck(effort))
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_must_be_mended(tmp_path: Path) -> None:
+    """While it lives its cell is left to it; killed outright, the cell is run by the next."""
+    wanted, bench = small(["uniform"]), Counting(EFFORT)
+    folder = TableFolder(tmp_path, EFFORT)
+    claim = tmp_path / "claims" / wanted[0].name
+    with subprocess.Popen([sys.executable, "-c", _BEGIN, str(tmp_path)]) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not (claim.exists() and claim.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert folder.run(wanted, bench) == wanted
+        finally:
+            process.kill()
+    assert claim.exists()
+    assert folder.run(wanted, bench) == []
+    assert bench.ran == 1
+    assert not claim.exists()
+
+
+def test_a_long_cell_keeps_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age stays small: nobody takes a cell for abandoned that is being run."""
+    monkeypatch.setattr("diminuendo.compare.folder.RENEWED", 0.01)
+    (cell,) = small(["uniform"])
+    claim = tmp_path / "claims" / cell.name
+
+    class Long(Bench):
+        def run(self, cell: Cell) -> Entry:
+            os.utime(claim, (0, 0))
+            deadline = time.monotonic() + 60
+            while claim.stat().st_mtime < 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert claim.stat().st_mtime > 1
+            return super().run(cell)
+
+    assert TableFolder(tmp_path, EFFORT).run([cell], Long(EFFORT)) == []
+
+
 def test_a_claim_is_given_back_after_an_error(tmp_path: Path) -> None:
     class Broken(Bench):
         def run(self, cell: Cell) -> Entry:
@@ -114,8 +209,7 @@ def test_a_cell_of_another_definition_is_refused(
 def test_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
     folder, bench = TableFolder(tmp_path, EFFORT), Bench(EFFORT)
     folder.run(small(["uniform"]), bench)
-    own, auxiliary = bench.pools("mnist")
-    bench._pools["mnist"] = dataclasses.replace(own, source="other digits"), auxiliary
+    bench._pools["mnist"] = dataclasses.replace(bench.pool("mnist"), source="other digits")
     with pytest.raises(dim.InputError, match="the data"):
         folder.run(small(["auto-s"]), bench)
     assert len(folder.entries()) == 1
@@ -234,6 +328,38 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
+def test_settings_that_are_given_are_not_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compare", *SMALL, "--out", str(tmp_path), "--epsilon", "3"]
+    methods = ["--method", "uniform", "--method", "exponential"]
+    given = ["--settings", "length=4,clip=0.5,steps=10,fall=0.5"]
+    assert main([*base, *methods, *given, "--json"]) == 0
+    capsys.readouterr()
+    for path in (tmp_path / "runs").iterdir():
+        entry = json.loads(path.read_text())
+        assert entry["settings"]["lr"] == 8
+        assert entry["settings"]["steps"] == 10
+        assert entry["auxiliary"] is None
+    page = (tmp_path / "index.html").read_text()
+    assert "length = 4" in page
+    assert "candidates per method" not in page
+    assert "given" in (tmp_path / "table.md").read_text()
+    assert main([*base, *methods]) == 2, "tuned cells are not mixed with given ones"
+    assert "given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "length", "length=x", "length=4,clip=0.5", "length=4,clip=0.5,steps=10,fall=1"]
+)
+def test_wrong_settings(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    base = ["compare", *SMALL, "--out", str(out), "--epsilon", "3", "--method", "uniform"]
+    assert main([*base, "--settings", wrong]) == 2
+    assert "Expected" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_audit(capsys: pytest.CaptureFixture[str]) -> None:
     """At confidence 0.999, seeded."""
     base = ["compare", "--audit", "--method", "uniform", "--method", "quantile", "--no-progress"]
@@ -243,7 +369,8 @@ def test_audit(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < one["epsilon_lower"] <= one["claim"] for one in facts["methods"])
     assert main(base) == 0
     assert "at least" in capsys.readouterr().out
-    assert main([*base, "--method", "output"]) == 2
+    assert main([*base, "--method", "validation-free"]) == 2
+    assert main([*base, "--method", "best"]) == 2
 
 
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diminuendo._progress import bar
 from diminuendo.cli.options import AsJson, need_torch, print_json, print_table
 from diminuendo.errors import InputError
+
+if TYPE_CHECKING:
+    from diminuendo.compare.table import Effort
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +33,7 @@ def compare(
         list[str] | None, typer.Option(help="Only this method; may be repeated.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="mnist (default), fashion, adult, spam; repeatable.")
+        list[str] | None, typer.Option(help="mnist (default), fashion, adult, …; repeatable.")
     ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="linear (default) or network; repeatable.")
@@ -43,6 +46,10 @@ def compare(
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Runs per cell; 20, or 8 with --quick.")
+    ] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option(help="Tuned numbers, NAME=VALUE,…, for all methods: nothing is tuned."),
     ] = None,
     data_dir: Annotated[
         list[str] | None,
@@ -86,6 +93,7 @@ def compare(
         tuning_repeats=2 if quick else 3,
         repeats=(8 if quick else 20) if repeats is None else repeats,
         delta=delta,
+        given=_settings(settings),
     )
     _refuse_listed(method or [])
     wanted = table.cells(
@@ -95,9 +103,13 @@ def compare(
         epsilon or ([1.0, 8.0] if quick else [0.5, 1.0, 3.0, 8.0]),
         method or [key for key, one in METHODS.items() if one.run is not None],
     )
+    if effort.given:
+        _check_settings(effort, {cell.method for cell in wanted})
     bench = table.Bench(effort, _folders(data_dir or [], tasks))
     for name in tasks:
-        bench.pools(name)  # what is missing is said before anything is run
+        bench.pool(name)  # what is missing is said before anything is run
+        if not effort.given:
+            bench.auxiliary(name)
     folder = TableFolder(out, effort)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the products are small: threads would only wait for each other
@@ -157,17 +169,21 @@ def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict
 def _audit(
     methods: list[str] | None, epsilon: float, delta: float, *, shown: bool, as_json: bool
 ) -> None:
-    """Lower bounds on ε beside the claim, for every method whose gradients are released."""
+    """Lower bounds on ε beside the claim, for every method that has one."""
     from diminuendo.budget import Budget
-    from diminuendo.compare.auditing import audit_method, can_be_audited, one_by_one
+    from diminuendo.compare.auditing import audit_method
+    from diminuendo.compare.method import find
     from diminuendo.compare.methods import METHODS
 
-    keys = methods or [key for key in METHODS if can_be_audited(key)]
+    keys = methods or [key for key, one in METHODS.items() if one.run is not None]
+    for key in keys:
+        find(METHODS, key)  # a wrong name is said before anything is run
+    _refuse_listed(keys)
     budget = Budget(epsilon=epsilon, delta=delta)
     found = []
     with bar("auditing", total=len(keys), shown=shown) as progress:
         for key in keys:
-            canaries, runs = (3000, 1) if one_by_one(key) else (500, 20)
+            canaries, runs = (3000, 1) if METHODS[key].alone else (500, 20)
             found.append(audit_method(key, budget, canaries=canaries, runs=runs, confidence=0.999))
             progress.advance()
     exceeded = [one.method for one in found if one.exceeded]
@@ -176,13 +192,14 @@ def _audit(
     else:
         print_table(
             f"Audit at ε = {epsilon:g}, δ = {delta:g}, confidence 0.999 for each",
-            ["", "claimed ε", "at least", "noise, of what was paid for"],
+            ["", "attacked", "claimed ε", "at least", "noise, of what was paid for"],
             [
                 [
                     METHODS[one.method].title,
+                    one.attacked,
                     f"{one.claim:.3f}",
                     f"{one.epsilon_lower:.3f}",
-                    f"{one.noise_scale:.3f}",
+                    "" if one.noise_scale is None else f"{one.noise_scale:.3f}",
                 ]
                 for one in found
             ],
@@ -199,6 +216,33 @@ def _refuse_listed(methods: list[str]) -> None:
             raise InputError(
                 "one with a valid claim", name="--method", value=key, remedy=METHODS[key].claim
             )
+
+
+def _settings(text: str | None) -> dict[str, float]:
+    """Numbers by name, from NAME=VALUE,…"""
+    found: dict[str, float] = {}
+    for part in (text or "").split(",") if text is not None else []:
+        name, separator, value = part.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            separator = ""
+        if not (name and separator):
+            raise InputError("NAME=VALUE,…", name="--settings", value=text)
+    return found
+
+
+def _check_settings(effort: Effort, methods: set[str]) -> None:
+    """Every method has all of its numbers, and every number a method that takes it."""
+    from diminuendo.compare.methods import METHODS
+
+    for key in sorted(methods):
+        effort.settings_of(METHODS[key])
+    unused = set(effort.given) - {name for key in methods for name in METHODS[key].space}
+    if unused:
+        raise InputError(
+            "numbers that a method takes", name="--settings", value=", ".join(sorted(unused))
+        )
 
 
 def _folders(given: list[str], tasks: list[str]) -> dict[str, Path]:
@@ -219,7 +263,8 @@ def _list(as_json: bool) -> None:
     from diminuendo.compare.methods import METHODS
 
     if as_json:
-        names = ("key", "title", "family", "paper", "claim", "differs", "convex", "checked")
+        words = ("key", "title", "family", "paper", "claim", "differs", "reported", "checked")
+        names = (*words, "convex", "releases")
         print_json(
             {
                 "methods": [
@@ -231,5 +276,8 @@ def _list(as_json: bool) -> None:
         return
     for one in METHODS.values():
         typer.echo(f"{one.key}: {one.title} ({one.family})\n  {one.paper}\n  {one.claim}")
-        if one.differs:
-            typer.echo(f"  Differs: {one.differs}")
+        for word, text in (("Reported", one.reported), ("Differs", one.differs)):
+            if text:
+                typer.echo(f"  {word}: {text}")
+        if one.run is not None:
+            typer.echo(f"  Checked against its paper: {one.checked or 'nothing.'}")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
+from diminuendo.compare import cifar, scattering
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
 from diminuendo.tuning.auxiliary import Shape, gaussian
@@ -52,11 +54,22 @@ class Pool:
             raise InputError(
                 f"at most {len(self.x)} for this data", name="examples", value=examples
             )
+        if examples == len(self.x):  # all of them: the same for every seed, and held once
+            shape = (len(seeds), *self.x.shape)
+            return self.x.expand(shape), self.y.expand(shape[:2])
         rows = [
             torch.from_numpy(np.random.default_rng([seed, 77]).permutation(len(self.x))[:examples])
             for seed in seeds
         ]
         return torch.stack([self.x[r] for r in rows]), torch.stack([self.y[r] for r in rows])
+
+
+class Auxiliary(Protocol):
+    """Makes auxiliary data from a seed and, where it is not embedded, the task's folder."""
+
+    def __call__(self, seed: int, folder: Path | None = None) -> Pool:
+        """The auxiliary data."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Task:
     classes: int
     embedded: bool
     load: Callable[[Path | None], Pool]
-    auxiliary: Callable[[int], Pool]
+    auxiliary: Auxiliary
 
 
 def _finished(x: NDArray[np.float64] | Floats, centre: Floats | float) -> Tensor:
@@ -131,7 +144,8 @@ def _mnist(folder: Path | None) -> Pool:
     )
 
 
-def _mnist_auxiliary(seed: int) -> Pool:
+def _mnist_auxiliary(seed: int, folder: Path | None = None) -> Pool:
+    del folder
     x, y = _uci_digits()
     centre = x.mean(axis=0)
     more, labels = _wobbled(x, y, seed)
@@ -151,11 +165,72 @@ def _fashion(folder: Path | None) -> Pool:
     )
 
 
-def _fashion_auxiliary(seed: int) -> Pool:
+def _fashion_auxiliary(seed: int, folder: Path | None = None) -> Pool:
+    del folder
     found = _embedded()
     x = _finished(_pooled(np.concatenate([found.images, found.test_images]), 0, 2), 0.1)
     y = _labels(np.concatenate([found.labels, found.test_labels]))
     return _split(x, y, 1000, seed, found.source)
+
+
+_INTERCEPT = 0.1
+"""The constant beside scattering features of norm 1: an intercept that takes 1% of the norm."""
+
+
+def _images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
+    """The images of mnist, fashion or cifar10 in the folder of this name, (N, colours, …)."""
+    where = cifar.WHERE if key == "cifar10" else "the four IDX files of each set"
+    if folder is None:
+        raise _needs(f"{key} by scattering", f"a folder {key} with {where}")
+    place = folder / key
+    if key == "cifar10":
+        return place, cifar.from_folder(place)
+    read = digits.from_folder if key == "mnist" else digits.fashion_from_folder
+    found = read(place)
+    return place, cifar.Cifar(
+        found.images.reshape(-1, 1, 28, 28),
+        found.labels,
+        found.test_images.reshape(-1, 1, 28, 28),
+        found.test_labels,
+    )
+
+
+def _with_intercept(features: Tensor) -> Tensor:
+    """Features of norm 1 and a constant; altogether of norm at most 1."""
+    x = torch.full((len(features), features.shape[1] + 1), _INTERCEPT)
+    x[:, :-1] = features
+    lengths = x[:, :-1].norm(dim=1, keepdim=True).clamp(min=1e-6)
+    x[:, :-1] *= (1 - _INTERCEPT**2) ** 0.5 / lengths
+    return x.div_(1 + 1e-5)
+
+
+def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], Pool]:
+    """A loader of scattering features, whitened by the images of a public set if one is named."""
+
+    def load(folder: Path | None) -> Pool:
+        place, found = _images(folder, key)
+        parts = [scattering.features(images, place) for images in (found.images, found.test_images)]
+        if public is not None:
+            where, others = _images(folder, public)
+            other = scattering.features(others.images, where)
+            parts = scattering.whitened(parts, other, place)
+        x, test_x = (_with_intercept(part) for part in parts)
+        by = f", whitened by {public}" if public else ""
+        sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
+        source = f"{key} by scattering{by}: {sizes}"
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
+
+    return load
+
+
+def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
+    """All of another set. It is whitened by itself: the task's own images decide nothing."""
+
+    def auxiliary(seed: int, folder: Path | None = None) -> Pool:
+        del seed
+        return _scattered(key, key if whitened else None)(folder)
+
+    return auxiliary
 
 
 _ADULT = "363d845d409c2d6325e284f09433536f3134330239bc58d7e43324fbcfef8869"
@@ -226,8 +301,9 @@ def _hashed(mail: bytes) -> Floats:
     return np.sqrt(np.bincount(bins, minlength=_SPAM_FEATURES)).astype(np.float32)
 
 
-def _synthetic(features: int) -> Callable[[int], Pool]:
-    def auxiliary(seed: int) -> Pool:
+def _synthetic(features: int) -> Auxiliary:
+    def auxiliary(seed: int, folder: Path | None = None) -> Pool:
+        del folder
         shape = Shape(examples=14_000, features=features, classes=2, largest_norm=1.0)
         x, y = gaussian(shape, labels="teacher", seed=seed)
         flip = np.random.default_rng([seed, 79]).random(len(y)) < 0.15
@@ -258,6 +334,46 @@ TASKS = {
     for task in (
         Task("mnist", "MNIST, 8×8 blocks", 10, True, _mnist, _mnist_auxiliary),
         Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
+        Task(
+            "mnist-scattering",
+            "MNIST, scattering",
+            10,
+            False,
+            _scattered("mnist"),
+            _scattered_auxiliary("fashion"),
+        ),
+        Task(
+            "fashion-scattering",
+            "Fashion-MNIST, scattering",
+            10,
+            False,
+            _scattered("fashion"),
+            _scattered_auxiliary("mnist"),
+        ),
+        Task(
+            "cifar10-scattering",
+            "CIFAR-10, scattering",
+            10,
+            False,
+            _scattered("cifar10"),
+            _scattered_auxiliary("fashion"),
+        ),
+        Task(
+            "mnist-whitened",
+            "MNIST, scattering, whitened",
+            10,
+            False,
+            _scattered("mnist", "fashion"),
+            _scattered_auxiliary("fashion", whitened=True),
+        ),
+        Task(
+            "fashion-whitened",
+            "Fashion-MNIST, scattering, whitened",
+            10,
+            False,
+            _scattered("fashion", "mnist"),
+            _scattered_auxiliary("mnist", whitened=True),
+        ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),
     )

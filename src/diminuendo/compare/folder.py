@@ -2,7 +2,7 @@
 
 A folder can be extended by methods, data sets, sizes and budgets; what is there is not run again,
 and what an interruption left out is run next time. Several machines can work in one folder: a cell
-that one has begun is left to it.
+that one has begun is left to it, as long as its claim is renewed every minute.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,15 +26,19 @@ from diminuendo.compare.table import Bench, Cell, Effort, Entry
 from diminuendo.errors import InputError
 from diminuendo.paper.setting import ResultsFolder
 
-ABANDONED = 1800.0
-"""Seconds after which a cell that was begun and not finished is taken for abandoned."""
+ABANDONED, RENEWED = 1800.0, 60.0
+"""Seconds after which a claim that nobody renewed is taken for abandoned, and how often whoever is
+at work renews it."""
 
 
 class TableFolder:
     """The cells that are done, in a folder, and the claims of those under way."""
 
     def __init__(self, path: str | Path, effort: Effort) -> None:
-        self.folder = ResultsFolder(path, asdict(effort))
+        setting = asdict(effort)
+        if not effort.given:
+            del setting["given"]  # tables that were begun before settings could be given
+        self.folder = ResultsFolder(path, setting)
         self.path = Path(path)
         _files.make_folder(self.path / "claims")
 
@@ -48,7 +55,7 @@ class TableFolder:
         tasks = {cell.task for cell in wanted}
         for entry in self.entries():
             if entry.cell.task in tasks:
-                source = bench.pools(entry.cell.task)[0].source
+                source = bench.pool(entry.cell.task).source
                 if source != entry.source:
                     raise InputError(
                         f"that of the cells in {self.path} ({entry.source})",
@@ -91,23 +98,16 @@ class TableFolder:
             if not self._claim(cell):
                 others.append(cell)
                 continue
-            try:
+            with self._renewed(cell):
                 self.folder.stored_or(cell.name, partial(_run, bench, cell))
-            finally:
-                (self.path / "claims" / cell.name).unlink(missing_ok=True)
             done(cell)
         return [cell for cell in others if not self.has(cell)]
 
     def _claim(self, cell: Cell) -> bool:
         """Take the cell, unless a process that may be alive has taken it."""
         path = self.path / "claims" / cell.name
-        mine = json.dumps({"host": socket.gethostname(), "process": os.getpid()})
-        try:
-            with path.open("x", encoding="utf-8") as handle:
-                handle.write(mine)
-            return True
-        except FileExistsError:
-            pass
+        if self._create(path):
+            return not self._finished_meanwhile(cell, path)
         try:
             age = time.time() - path.stat().st_mtime
             holder = json.loads(path.read_text(encoding="utf-8") or "{}")
@@ -116,8 +116,49 @@ class TableFolder:
         here = holder.get("host") == socket.gethostname()
         if age < ABANDONED and not (here and not _alive(int(holder.get("process", 0)))):
             return False
-        _files.write_text(path, mine)
+        try:
+            taken = path.rename(path.with_name(f"{cell.name}.{uuid.uuid4().hex}"))
+        except OSError:
+            return False  # somebody else took the abandoned claim first
+        taken.unlink(missing_ok=True)
+        return self._create(path) and not self._finished_meanwhile(cell, path)
+
+    def _finished_meanwhile(self, cell: Cell, path: Path) -> bool:
+        """Whether the cell was stored between the look for it and the claim, which is given back
+        then."""
+        if not self.has(cell):
+            return False
+        path.unlink(missing_ok=True)
         return True
+
+    @staticmethod
+    def _create(path: Path) -> bool:
+        try:
+            with path.open("x", encoding="utf-8") as handle:
+                handle.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
+        except FileExistsError:
+            return False
+        return True
+
+    @contextmanager
+    def _renewed(self, cell: Cell) -> Iterator[None]:
+        """Renew the claim while the cell is run; then give it back, whatever happened."""
+        path = self.path / "claims" / cell.name
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(RENEWED):
+                with suppress(OSError):
+                    os.utime(path)
+
+        thread = threading.Thread(target=renew, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            path.unlink(missing_ok=True)
 
 
 def _run(bench: Bench, cell: Cell) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from diminuendo import schedules
 from diminuendo._validate import Vector
+from diminuendo.compare.lesson import Lesson
+from diminuendo.compare.lesson import Settings as Settings
 from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
-
-Settings = Mapping[str, float]
-"""The tuned numbers of a method by name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,14 @@ class Method:
              method without a valid claim, which is listed and not run
     space    what is tuned, besides nothing
     convex   whether it needs a convex loss (the linear model)
-    checked  what of its own paper was reproduced; "" where nothing was
+    checked  what of its own paper was reproduced, and where; "" where nothing was
+    reported what its paper reports and in which setting; "" where that is not known here
+    learn    from auxiliary data and tuned settings to the numbers that are learnt there; they are
+             added to the settings. Half of the candidates' effort goes into it
+    learned  the names of those numbers; the claim holds whatever they are
+    alone    whether it decides by what was seen, so that each replica runs and pays on its own
+    releases what an observer sees: every noisy gradient, one trained model, or one trained model
+             to which Gaussian noise was added at the end
     """
 
     key: str
@@ -74,6 +80,11 @@ class Method:
     differs: str = ""
     convex: bool = False
     checked: str = ""
+    reported: str = ""
+    learn: Callable[[Lesson, Settings], dict[str, float]] | None = None
+    learned: tuple[str, ...] = ()
+    alone: bool = False
+    releases: Literal["gradients", "model", "noised model"] = "gradients"
 
     @property
     def digest(self) -> str:
@@ -81,14 +92,13 @@ class Method:
         return hashlib.sha256(repr(sorted(self.space.items())).encode()).hexdigest()[:8]
 
     def settings(self, point: Sequence[float]) -> dict[str, float]:
-        """The settings at a point of the unit cube, one coordinate for each tuned number."""
+        """The settings at a point of the unit cube, one coordinate for each tuned number; what is
+        yet to be learnt is 0."""
         drawn = {
             name: values.at(min(max(share, 0.0), 1 - 1e-9))
             for (name, values), share in zip(self.space.items(), point, strict=True)
-        }
-        if "length" in drawn:
-            drawn = {"lr": drawn.pop("length") / drawn["clip"], **drawn}
-        return drawn
+        } | dict.fromkeys(self.learned, 0.0)
+        return as_settings(drawn)
 
     def point(self, number: int) -> list[float]:
         """Point 0, 1, … of a Halton sequence, whose points spread evenly over the unit cube."""
@@ -97,6 +107,12 @@ class Method:
     def candidate(self, number: int) -> dict[str, float]:
         """The settings at the Halton sequence's point 0, 1, …"""
         return self.settings(self.point(number))
+
+
+def as_settings(tuned: Mapping[str, float]) -> dict[str, float]:
+    """The settings of a run from tuned numbers: lr in place of `length`, which is lr × clip."""
+    rest = {name: value for name, value in tuned.items() if name != "length"}
+    return {"lr": tuned["length"] / tuned["clip"], **rest} if "length" in tuned else rest
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17)

@@ -16,20 +16,44 @@ import torch
 from torch import Tensor
 
 
+def shared(x: Tensor) -> bool:
+    """Whether all replicas have the same rows, held once (an expanded tensor)."""
+    return x.shape[0] > 1 and x.stride(0) == 0
+
+
+def product(x: Tensor, weights: Tensor) -> Tensor:
+    """x · W for each replica, (R, N, out); rows that replicas share are read once for all."""
+    if not shared(x):
+        return x @ weights
+    replicas, features, out = weights.shape
+    beside = weights.permute(1, 0, 2).reshape(features, replicas * out)
+    return (x[0] @ beside).view(-1, replicas, out).permute(1, 0, 2)
+
+
 class Layer(NamedTuple):
-    """What one layer's gradients are made of: inputs (R, N, in) and deltas (R, N, out)."""
+    """What one layer's gradients are made of: inputs (R, N, in) and deltas (R, N, out).
+
+    `lengths` are the inputs' norms, (R, N), where they are known already.
+    """
 
     inputs: Tensor
     deltas: Tensor
+    lengths: Tensor | None = None
 
     def norms(self) -> Tensor:
         """Norms of the examples' gradients, (R, N)."""
-        return torch.as_tensor(self.inputs.norm(dim=2) * self.deltas.norm(dim=2))
+        lengths = self.inputs.norm(dim=2) if self.lengths is None else self.lengths
+        return torch.as_tensor(lengths * self.deltas.norm(dim=2))
 
     def sums(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i · gradient_i, flat: (R, in × out)."""
-        total = self.inputs.transpose(1, 2) @ (self.deltas * factors.unsqueeze(2))
-        return total.flatten(1)
+        weighted = self.deltas * factors.unsqueeze(2)
+        if not shared(self.inputs):
+            return (self.inputs.transpose(1, 2) @ weighted).flatten(1)
+        replicas, rows, out = weighted.shape
+        beside = weighted.permute(1, 0, 2).reshape(rows, replicas * out)
+        total = (self.inputs[0].T @ beside).view(-1, replicas, out)
+        return total.permute(1, 0, 2).flatten(1)
 
 
 class Model(ABC):
@@ -93,7 +117,7 @@ class Linear(Model):
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """x · W."""
-        return x @ self._weights(theta)
+        return product(x, self._weights(theta))
 
     def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
         """One layer: x ⊗ (softmax − label)."""
@@ -129,7 +153,7 @@ class Network(Model):
         return first, theta[:, cut:].view(-1, self.hidden + 1, self.classes)
 
     def _hidden(self, first: Tensor, x: Tensor) -> Tensor:
-        active = torch.tanh(x @ first)
+        active = torch.tanh(product(x, first))
         return torch.cat([active, torch.ones_like(active[:, :, :1])], dim=2)
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:

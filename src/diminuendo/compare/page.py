@@ -16,15 +16,21 @@ from diminuendo.report import figures, html
 CLAIM = (
     "Every method was run at the same certified (ε, δ), for add-remove neighbours, on the same "
     "samples, starts and noise streams (paired seeds), with the same number of candidates tuned on "
-    "auxiliary data. Seeds are fixed so that the numbers can be reproduced: as releases, these "
-    "very runs would not be private. Claims are for real arithmetic: these runs draw ordinary "
-    "floating-point noise. Accuracies and losses are the experiment's measurements."
+    "auxiliary data, or with the same given settings. Seeds are fixed so that the numbers can be "
+    "reproduced: as releases, these very runs would not be private. Claims are for real "
+    "arithmetic: these runs draw ordinary floating-point noise. Accuracies and losses are the "
+    "experiment's measurements."
 )
 READING = (
     "“Better” and “worse” are by paired 95% intervals of the difference in test accuracy to "
     "uniform noise, one comparison at a time: of a hundred methods that are alike, five would be "
     "told apart by chance. The intervals are about seeds. They do not cover which candidate was "
     "chosen on auxiliary data, and that can move a method by a point or more."
+)
+PAPERS = (
+    "What papers report is for their own data, models, sizes and accounts, none of which is this "
+    "table's. So no figure of theirs can be read off it; “checked” says what of a paper was "
+    "reproduced or tested nevertheless."
 )
 _SUMMARY = (
     "method",
@@ -90,11 +96,18 @@ def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
     return html.write_page(folder / "index.html", document)
 
 
+def _given(effort: Effort) -> str:
+    return ", ".join(f"{name} = {value:g}" for name, value in effort.given.items())
+
+
 def _effort(effort: Effort) -> html.Html:
+    tuned: list[tuple[str, object]] = [
+        ("candidates per method", effort.trials),
+        ("runs per candidate, on auxiliary data", effort.tuning_repeats),
+    ]
     return html.facts(
         [
-            ("candidates per method", effort.trials),
-            ("runs per candidate, on auxiliary data", effort.tuning_repeats),
+            *([("given, not tuned here", _given(effort))] if effort.given else tuned),
             ("runs per cell", effort.repeats),
             ("δ", f"{effort.delta:g}"),
         ]
@@ -121,6 +134,8 @@ def _methods() -> html.Section:
     rows = []
     for method in METHODS.values():
         words = [html.text(method.claim)]
+        if method.run is not None and method.reported:
+            words.append(html.text(f" Reported: {method.reported}"))
         if method.differs:
             words.append(html.text(f" Differs: {method.differs}"))
         checked = method.checked or ("" if method.run is None else "nothing")
@@ -132,7 +147,7 @@ def _methods() -> html.Section:
                 f" Checked against its paper: {checked}." if checked else "",
             )
         )
-    return html.Section("Methods, their papers and their claims", *rows)
+    return html.Section("Methods, their papers and their claims", PAPERS, *rows)
 
 
 def _picture(folder: Path, column: Column, rows: Sequence[Row]) -> Path:
@@ -177,9 +192,13 @@ def _write_csv(path: Path, table: dict[Column, list[Row]]) -> None:
 def markdown(entries: Sequence[Entry], effort: Effort) -> str:
     """The summary, and one small table for each column, as Markdown."""
     table = columns(entries)
+    tuning = (
+        f"Settings that were given: {_given(effort)}"
+        if effort.given
+        else f"{effort.trials} candidates × {effort.tuning_repeats} runs of tuning for each method"
+    )
     lines = [
-        f"{effort.trials} candidates × {effort.tuning_repeats} runs of tuning for each method, "
-        f"{effort.repeats} runs a cell, δ = {effort.delta:g}.",
+        f"{tuning}, {effort.repeats} runs a cell, δ = {effort.delta:g}.",
         "",
         *_markdown_table(_SUMMARY, by_method(table)),
     ]

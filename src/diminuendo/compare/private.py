@@ -20,14 +20,14 @@ from diminuendo import accounting
 from diminuendo.accounting.filters import GaussianFilter
 from diminuendo.budget import Budget
 from diminuendo.compare.clips import Rule
-from diminuendo.compare.models import Layer, Model
+from diminuendo.compare.models import Layer, Model, shared
 from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import AdaptiveSpending, Spending
 
-Observer = Callable[[Tensor, float, float], None]
-"""Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier and its
-sampling rate."""
+Observer = Callable[[Tensor, float, float, Tensor | None], None]
+"""Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier, its
+sampling rate, and which examples may be in it, (N,); None for all."""
 
 
 class DeclaredSpending(Spending):
@@ -77,6 +77,7 @@ class Private:
         self.facts = Facts(x.shape[1], largest_norm, int(getattr(model, "classes", 1)))
         self.replicas = x.shape[0]
         self._x, self._y, self._seeds, self._observe = x, y, list(seeds), observe
+        self._lengths = (x[:1] if shared(x) else x).norm(dim=2).expand(x.shape[:2])
         self._alone: list[Private] = []
         self.spending: Spending = AdaptiveSpending(GaussianFilter(budget))
         self._noise = [torch.Generator().manual_seed(4 * seed + 1) for seed in self._seeds]
@@ -124,6 +125,11 @@ class Private:
         """
         return max([self.spending.epsilon(), *(one.claimed() for one in self._alone)])
 
+    def granted(self) -> list[tuple[GaussianStep, ...]]:
+        """What was charged, as events: one list, or one for each replica that spent on its own."""
+        own = [] if self._alone else [self.spending.granted]
+        return own + [events for one in self._alone for events in one.granted()]
+
     # Releases
 
     def gradient(
@@ -141,7 +147,7 @@ class Private:
         anchor  parameters whose per-example gradients are subtracted before clipping (one layer)
         """
         self.pay(sigma, rate)
-        sums = self.clipped(theta, rule, rate, anchor)
+        sums = self.clipped(theta, rule, self.sample(rate), anchor)
         noisy = self.noised(sums, rule.bound, sigma, rate=rate)
         return noisy / (self.facts.examples * rate)
 
@@ -176,15 +182,11 @@ class Private:
         noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
         return noisy / self.facts.examples + most / 2
 
-    def correlated(self, paid: float, mixing: Tensor, sigma: float) -> CorrelatedGradients:
-        """Gradients with noise C·σ·(mixing·z)_t, charged now as one release of multiplier `paid`.
-
-        mixing  (T, T), lower triangular: how the step's noise is made of independent noises
-        """
-        self.pay(paid)
+    def noises(self, mixing: Tensor) -> Tensor:
+        """mixing · z for each replica, (R, T, parameters), z independent standard normal vectors
+        and mixing (T, T); one replica after the other, because all of it may be large."""
         shape = (len(mixing), self.model.parameters)
-        noise = torch.stack([torch.randn(shape, generator=g) for g in self._noise])
-        return CorrelatedGradients(self, sigma * (mixing @ noise), mixing, paid)
+        return torch.stack([mixing @ torch.randn(shape, generator=g) for g in self._noise])
 
     # What releases are made of
 
@@ -211,10 +213,17 @@ class Private:
             self.show(noisy / scale, sigma, rate)
         return noisy
 
-    def show(self, noisy: Tensor, sigma: float, rate: float = 1.0) -> None:
-        """Tell an observer, if there is one, what has been released."""
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks at what is released."""
+        return self._observe is not None
+
+    def show(
+        self, noisy: Tensor, sigma: float, rate: float = 1.0, rows: Tensor | None = None
+    ) -> None:
+        """Tell an observer, if there is one, what has been released, and of which examples."""
         if self._observe is not None:
-            self._observe(noisy, sigma, rate)
+            self._observe(noisy, sigma, rate, rows)
 
     def _share(self, flags: Tensor, sigma: float) -> Tensor:
         sums = (flags - 0.5).sum(1, keepdim=True)
@@ -222,13 +231,17 @@ class Private:
 
     def layers(self, theta: Tensor) -> list[Layer]:
         """What the gradients are made of. Not private: for releases alone, after `pay`."""
-        return self.model.layers(theta, self._x, self._y)
+        first, *others = self.model.layers(theta, self._x, self._y)
+        if first.inputs is self._x:
+            first = first._replace(lengths=self._lengths)
+        return [first, *others]
 
     def mean_gradient(self, theta: Tensor, part: slice | None = None) -> Tensor:
         """The mean gradient, of a part of the rows if given, without clipping, in theta's
         precision. Not private: for releases alone, after `pay`."""
         rows = slice(None) if part is None else part
-        x, y = self._x[:, rows].to(theta.dtype), self._y[:, rows]
+        x, y = self._x[:, rows], self._y[:, rows]
+        x = x[:1].to(theta.dtype).expand_as(x) if shared(x) else x.to(theta.dtype)
         sums = [
             layer.sums(torch.ones_like(layer.deltas[:, :, 0]))
             for layer in self.model.layers(theta, x, y)
@@ -236,54 +249,36 @@ class Private:
         return torch.cat(sums, dim=1) / x.shape[1]
 
     def _norms(self, theta: Tensor) -> Tensor:
-        layers = self.model.layers(theta, self._x, self._y)
-        return torch.as_tensor(torch.stack([layer.norms() for layer in layers]).norm(dim=0))
+        return torch.as_tensor(torch.stack([x.norms() for x in self.layers(theta)]).norm(dim=0))
 
     def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
-        layers = self.model.layers(theta, self._x, self._y)
+        layers = self.layers(theta)
         if anchor is None:
             return layers
-        before = self.model.layers(anchor, self._x, self._y)
+        before = self.layers(anchor)
         if len(layers) != 1:
             raise UsageError("Differences of gradients are clipped for models of one layer.")
-        return [Layer(layers[0].inputs, layers[0].deltas - before[0].deltas)]
+        return [layers[0]._replace(deltas=layers[0].deltas - before[0].deltas)]
 
     def clipped(
-        self, theta: Tensor, rule: Rule, rate: float = 1.0, anchor: Tensor | None = None
+        self,
+        theta: Tensor,
+        rule: Rule,
+        drawn: Tensor | None = None,
+        anchor: Tensor | None = None,
     ) -> Tensor:
-        """The clipped sums. Not private: for releases alone, after `pay`."""
+        """The clipped sums, of the drawn examples (R, N) if given. Not private: for releases
+        alone, after `pay`."""
         layers = self._layers(theta, anchor)
         factors = rule.factors([layer.norms() for layer in layers])
-        if rate < 1:
-            drawn = self._sample(rate)
+        if drawn is not None:
             factors = [factor * drawn for factor in factors]
         return torch.cat([x.sums(f) for x, f in zip(layers, factors, strict=True)], dim=1)
 
-    def _sample(self, rate: float) -> Tensor:
+    def sample(self, rate: float) -> Tensor | None:
+        """Which examples a Poisson sample holds, (R, N) of zeros and ones; None for all of them.
+        Not private: for releases alone."""
+        if rate == 1:
+            return None
         size = self.facts.examples
         return torch.stack([torch.rand(size, generator=g) < rate for g in self._draws]).float()
-
-
-class CorrelatedGradients:
-    """T gradients whose noise was drawn together and paid for as one release; each once."""
-
-    def __init__(self, private: Private, noise: Tensor, mixing: Tensor, paid: float) -> None:
-        self._private, self._noise, self._next = private, noise, 0
-        factor = torch.linalg.inv(mixing.double())
-        reached = factor.sum(1)
-        self._weights = factor.T @ reached / (reached @ reached)  # the best estimate of a constant
-        self._seen, self._paid = torch.zeros_like(noise[:, 0]), paid
-        self._bound: float | None = None
-
-    def gradient(self, step: int, theta: Tensor, rule: Rule) -> Tensor:
-        """The noisy mean of clipped gradients of step 0, 1, …, in order."""
-        if step != self._next or step >= self._noise.shape[1]:
-            raise UsageError(f"Step {self._next} is next, and there are {self._noise.shape[1]}.")
-        if not isinstance(rule.bound, float) or rule.bound != (self._bound or rule.bound):
-            raise UsageError("Noise that was drawn together needs one clip norm for all steps.")
-        self._bound, self._next = rule.bound, step + 1
-        total = self._private.clipped(theta, rule) + rule.bound * self._noise[:, step]
-        self._seen = self._seen + float(self._weights[step]) * total / rule.bound
-        if self._next == self._noise.shape[1]:
-            self._private.show(self._seen, self._paid)
-        return total / self._private.facts.examples

@@ -22,7 +22,7 @@ def scaled_gradient(
     at = 0
     parts = []
     for layer in layers:
-        inputs, deltas = layer
+        inputs, deltas = layer.inputs, layer.deltas
         size = inputs.shape[2] * deltas.shape[2]
         shape = (-1, inputs.shape[2], deltas.shape[2])
         own_shift = shift[:, at : at + size].view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from diminuendo import _validate
 from diminuendo.budget import Budget
 from diminuendo.compare.data import TASKS, Pool, Task
-from diminuendo.compare.method import Method, Settings
+from diminuendo.compare.lesson import Lesson
+from diminuendo.compare.method import Method, Settings, as_settings
 from diminuendo.compare.methods import METHODS
 from diminuendo.compare.models import Linear, Model, Network
 from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 from diminuendo.replicas.statistics import Interval, interval
 
-_TUNING_SEED, _RUN_SEED = 10_000, 1
+_TUNING_SEED, _RUN_SEED, _LESSON_SEED = 10_000, 1, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +33,36 @@ class Effort:
     tuning_repeats  runs of each candidate, on auxiliary data
     repeats         runs with the chosen candidate, on the task's data
     delta           δ of every budget
+    given           tuned numbers by name, where they were chosen elsewhere: nothing is tuned then,
+                    and methods that share a number share its value
     """
 
     trials: int = 24
     tuning_repeats: int = 3
     repeats: int = 20
     delta: float = 1e-5
+    given: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _validate.count("trials", self.trials)
         _validate.count("tuning_repeats", self.tuning_repeats)
         _validate.count("repeats", self.repeats, at_least=2)
         _validate.real("delta", self.delta, above=0, below=1)
+        for name, value in self.given.items():
+            _validate.positive(name, value)
+
+    def settings_of(self, method: Method) -> dict[str, float]:
+        """The given numbers that the method takes; InputError where one is missing."""
+        needed = (*method.space, *method.learned)
+        missing = [name for name in needed if name not in self.given]
+        if missing:
+            raise InputError(
+                f"given for {method.key}",
+                name=", ".join(missing),
+                value=None,
+                remedy="Where settings are given, all of a method's tuned numbers are.",
+            )
+        return as_settings({name: self.given[name] for name in needed})
 
 
 @dataclass(frozen=True, order=True)
@@ -69,7 +88,8 @@ class Entry:
     epsilon_claimed  the certified ε of each run
     source           which data were drawn from
     definition       the digest of the method's tuned numbers and their ranges
-    settings         the tuned numbers, and `auxiliary` the accuracy that chose them
+    settings         the tuned numbers, and `auxiliary` the accuracy that chose them; None where
+                     the numbers were given
     accuracy, loss   test accuracy and training loss of each run, in the order of seeds; None where
                      a run was not finite
     """
@@ -78,7 +98,7 @@ class Entry:
     epsilon_claimed: float
     delta: float
     settings: Settings
-    auxiliary: float
+    auxiliary: float | None
     accuracy: Sequence[float | None]
     loss: Sequence[float | None]
     seconds: float
@@ -112,22 +132,34 @@ class Bench:
     effort: Effort
     folders: dict[str, Path] = field(default_factory=dict)
     """Data folders by task; a task without one uses embedded data, or says what it needs."""
-    _pools: dict[str, tuple[Pool, Pool]] = field(default_factory=dict)
+    _pools: dict[str, Pool] = field(default_factory=dict)
+    _auxiliary: dict[str, Pool] = field(default_factory=dict)
 
-    def pools(self, key: str) -> tuple[Pool, Pool]:
-        """The task's data and its auxiliary data."""
+    def pool(self, key: str) -> Pool:
+        """The task's data."""
         if key not in self._pools:
             task = TASKS[_validate.choice("the task", key, TASKS)]
-            self._pools[key] = task.load(self.folders.get(key)), task.auxiliary(_TUNING_SEED)
+            self._pools[key] = task.load(self.folders.get(key))
         return self._pools[key]
+
+    def auxiliary(self, key: str) -> Pool:
+        """The task's auxiliary data, on which methods are tuned."""
+        if key not in self._auxiliary:
+            task = TASKS[_validate.choice("the task", key, TASKS)]
+            self._auxiliary[key] = task.auxiliary(_TUNING_SEED, self.folders.get(key))
+        return self._auxiliary[key]
 
     def run(self, cell: Cell) -> Entry:
         """Tune on auxiliary data, then run with paired seeds."""
         started = time.process_time()
         method, task = METHODS[cell.method], TASKS[cell.task]
-        pool, auxiliary = self.pools(cell.task)
         budget = Budget(epsilon=cell.epsilon, delta=self.effort.delta)
-        settings, score = self._tuned(method, task, cell, auxiliary, budget)
+        score = None
+        if self.effort.given:
+            settings = self.effort.settings_of(method)
+        else:
+            settings, score = self._tuned(method, task, cell, self.auxiliary(cell.task), budget)
+        pool = self.pool(cell.task)
         seeds = [_RUN_SEED + k for k in range(self.effort.repeats)]
         accuracy, loss, claimed = _trained(method, settings, task, cell, pool, budget, seeds)
         return Entry(
@@ -146,24 +178,58 @@ class Bench:
     def _tuned(
         self, method: Method, task: Task, cell: Cell, pool: Pool, budget: Budget
     ) -> tuple[dict[str, float], float]:
-        """The candidate with the best mean accuracy on auxiliary data."""
+        """The candidate with the best mean accuracy on auxiliary data.
+
+        A method that learns tries half as many, then learns at the best of them for as many rounds
+        as are left, and keeps what it learnt if that is better.
+        """
         seeds = [_TUNING_SEED + k for k in range(self.effort.tuning_repeats)]
+        trials = self.effort.trials if method.learn is None else max(self.effort.trials // 2, 1)
+
+        def score(settings: Settings) -> float:
+            accuracy, _, _ = _trained(method, settings, task, cell, pool, budget, seeds)
+            return sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
+
         best: tuple[float, list[float]] | None = None
-        for number in range(self.effort.trials):
-            point = _next_point(method, number, self.effort.trials, best)
-            settings = method.settings(point)
+        for number in range(trials):
+            point = _next_point(method, number, trials, best)
             try:
-                accuracy, _, _ = _trained(method, settings, task, cell, pool, budget, seeds)
+                reached = score(method.settings(point))
             except InputError:
                 continue  # a candidate that this budget cannot pay, e.g. too little regularisation
-            score = sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
-            if best is None or score > best[0]:
-                best = (score, point)
+            if best is None or reached > best[0]:
+                best = (reached, point)
         if best is None:
             raise InputError(
                 "possible within the budget", name=f"a candidate of {method.key}", value=cell.name
             )
-        return method.settings(best[1]), best[0]
+        settings = method.settings(best[1])
+        if method.learn is not None:
+            rounds = max(self.effort.trials - trials, 1)
+            lesson = _lesson(task, cell, pool, budget, self.effort.tuning_repeats, rounds)
+            learnt = {**settings, **method.learn(lesson, settings)}
+            reached = score(learnt)
+            if reached >= best[0]:
+                return learnt, reached
+        return settings, best[0]
+
+
+def _lesson(task: Task, cell: Cell, pool: Pool, budget: Budget, pupils: int, rounds: int) -> Lesson:
+    """Auxiliary samples to learn on, other than those on which candidates are scored."""
+    seeds = [_LESSON_SEED + k for k in range(pupils)]
+    x, y = pool.draw(Lesson.size(cell.examples), seeds)
+    most = Lesson.size(len(pool.test_x))
+    return Lesson(
+        model=model_of(cell.model, pool, task),
+        x=x,
+        y=y,
+        test_x=pool.test_x[:most].expand(pupils, -1, -1),
+        test_y=pool.test_y[:most].expand(pupils, -1),
+        budget=budget,
+        examples=cell.examples,
+        rounds=rounds,
+        seed=_LESSON_SEED,
+    )
 
 
 def _next_point(

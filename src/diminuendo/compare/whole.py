@@ -46,7 +46,7 @@ def output_perturbation(private: Private, ridge: float, tolerance: float = 0.01)
     the sensitivity is (1 + 2·tolerance)·L/(NΛ).
     """
     per_example = lipschitz(private) / private.facts.examples
-    sigma = _whole_budget(private)
+    sigma = whole_budget(private)
     theta = minimise(private, ridge, tolerance * per_example)
     return private.noised(theta, (1 + 2 * tolerance) * per_example / ridge, sigma).float()
 
@@ -57,7 +57,7 @@ def bolt_on(private: Private, ridge: float, passes: int, batch: int) -> Tensor:
     The steps η_t = min(1/β, 1/(Λt)) contract by 1 − η_tΛ, and the one step of each pass that holds
     the example moves by at most η_t·L/batch: `bolt_on_sensitivity` adds that up.
     """
-    sigma = _whole_budget(private)
+    sigma = whole_budget(private)
     rates = _bolt_on_rates(private, ridge, passes, batch)
     theta = private.start()
     batches = private.facts.examples // batch
@@ -93,7 +93,7 @@ def last_iterate(private: Private, ridge: float, steps: int) -> Tensor:
     """
     per_example = lipschitz(private) / private.facts.examples
     rate = 1 / smoothness(private, ridge)
-    whole = _whole_budget(private)
+    whole = whole_budget(private)
     sigma = whole * last_iterate_factor(1 - rate * ridge, steps)
     theta = private.start()
     for _ in range(steps):
@@ -120,7 +120,7 @@ def objective_perturbation(private: Private, ridge: float) -> Tensor:
     multiplier = objective_multiplier(
         spare.budget, examples * ridge, private.facts.largest_norm, private.facts.classes
     )
-    _whole_budget(private)
+    whole_budget(private)
     slope = private.noised(torch.zeros_like(private.start()), bound, multiplier, seen=False)
     tolerance = 1e-8 * bound  # so that the noise that hides the solver's error is negligible
     theta = minimise(private, ridge, tolerance, slope / examples)
@@ -219,7 +219,7 @@ def minimise(
     )
 
 
-def _whole_budget(private: Private) -> float:
+def whole_budget(private: Private) -> float:
     """Charge everything at once; the noise multiplier of one Gaussian release that costs it."""
     sigma = (1 + 1e-9) / math.sqrt(private.budget.R)
     private.pay(sigma)

@@ -82,6 +82,7 @@ METHODS = (
         paper="Yu, Liu, Pu, Gursoy and Truex 2019 (validation-based decay)",
         claim=_FILTER + " The looks take a tenth of it.",
         run=_validation,
+        alone=True,
         space={**COMMON, "decay": Range(0.5, 0.95, "linear")},
         differs="They validate on public data, or free of charge. Here the accuracy on the "
         "training data is released with noise every five steps, and paid for.",
@@ -93,6 +94,7 @@ METHODS = (
         paper="Lee and Kifer 2018",
         claim=_FILTER,
         run=_adaptive_share,
+        alone=True,
         space={**COMMON, "more": Range(0.05, 0.5), "looks": Range(0.1, 0.5)},
         differs="The step length is chosen from the noisy losses of six candidates, released as "
         "one Gaussian vector, where they take a noisy maximum.",

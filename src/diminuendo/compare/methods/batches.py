@@ -17,7 +17,7 @@ _CLAIM = "T Poisson-sampled Gaussian steps, fixed in advance, by the certified a
 
 
 @lru_cache(maxsize=512)
-def _calibrated(rates: tuple[float, ...], budget: Budget, powers: float) -> tuple[float, ...]:
+def calibrated(rates: tuple[float, ...], budget: Budget, powers: float) -> tuple[float, ...]:
     """Noise multipliers ∝ rate^power, on the budget."""
     shape = np.array(rates) ** powers
     return tuple(float(s) for s in calibrate(shape, budget, np.array(rates)))
@@ -25,7 +25,7 @@ def _calibrated(rates: tuple[float, ...], budget: Budget, powers: float) -> tupl
 
 def _constant(private: Private, settings: Settings) -> Tensor:
     rates = (settings["rate"],) * int(settings["steps"])
-    sigmas = _calibrated(rates, private.budget, 0.0)
+    sigmas = calibrated(rates, private.budget, 0.0)
     update = descent.heavy_ball(descent.falling(settings["lr"], len(rates)))
     return descent.descend(private, sigmas, settings["clip"], update, rates=rates)
 
@@ -36,7 +36,7 @@ def _growing(private: Private, settings: Settings) -> Tensor:
     first = settings["rate"]
     stages = [first ** (1 - k / 3) for k in range(4)]
     rates = tuple(stages[4 * t // steps] for t in range(steps))
-    sigmas = _calibrated(rates, private.budget, 0.0)
+    sigmas = calibrated(rates, private.budget, 0.0)
     update = descent.plain(settings["lr"])
     return descent.descend(private, sigmas, settings["clip"], update, rates=rates)
 

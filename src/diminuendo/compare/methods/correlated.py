@@ -12,37 +12,21 @@ noise is ‖wᵀM⁻¹‖·‖M·1‖ with w_t = √q_t, and that is at least w�
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import torch
-from scipy.linalg import solve_triangular, toeplitz
+from scipy.linalg import toeplitz
 from torch import Tensor
 
 from diminuendo._validate import Vector
+from diminuendo.compare import mixed
 from diminuendo.compare.clips import Flat
 from diminuendo.compare.method import COMMON, Method, Range, Settings
 from diminuendo.compare.private import Private
-from diminuendo.errors import InputError
 
 _CLAIM = "One Gaussian release of M·g, of sensitivity C·‖M·1‖: paid as a whole before the first."
 
 
-def sensitivity(matrix: Vector) -> float:
-    """‖M·1‖, for a lower triangular M with entries ≥ 0 and a positive diagonal."""
-    if (matrix < 0).any() or np.triu(matrix, 1).any() or (np.diag(matrix) <= 0).any():
-        raise InputError(
-            "lower triangular, with entries of at least 0 and a positive diagonal",
-            name="the factor",
-            value=matrix.tolist(),
-        )
-    return float(np.linalg.norm(matrix.sum(axis=1))) * (1 + 1e-12)
-
-
 def _descend(private: Private, settings: Settings, matrix: Vector) -> Tensor:
-    sigma = sensitivity(matrix) / math.sqrt(private.budget.R) * (1 + 1e-9)
-    mixing = solve_triangular(matrix, np.eye(len(matrix)), lower=True)
-    noise = private.correlated(sigma / sensitivity(matrix), torch.from_numpy(mixing).float(), sigma)
+    noise = mixed.everybody(private, matrix, mixed.whole_budget(private, matrix))
     theta, rule = private.start(), Flat(settings["clip"])
     for t in range(len(matrix)):
         theta = theta - settings["lr"] * noise.gradient(t, theta, rule)

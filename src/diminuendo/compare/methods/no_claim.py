@@ -46,4 +46,18 @@ METHODS = (
         "The certified account of sampled steps is for steps fixed in advance. A Rényi filter "
         "covers it at a higher price; without one there is no claim.",
     ),
+    _listed(
+        "learned-private",
+        "policy or schedule learnt on the private data",
+        "learning as in `learned-policy` and `learned-schedule`, on the data to be trained on",
+        "What was learnt is a release of its own, of unknown sensitivity, and nobody pays for it. "
+        "Learnt on auxiliary data it costs nothing.",
+    ),
+    _listed(
+        "shuffled",
+        "shuffled batches, accounted as Poisson samples",
+        "common practice; Chua, Ghazi, Kamath, Kumar, Manurangsi, Sinha and Zhang 2024",
+        "Shuffling is not Poisson sampling, and can leak much more than the account of Poisson "
+        "samples says. Fixed groups in turns are accounted for what they are: `banded-prefix`.",
+    ),
 )
