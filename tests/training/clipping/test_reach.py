@@ -351,6 +351,19 @@ class Lengths(Model):
         return out
 
 
+class Padded(Model):
+    """Parts of different lengths that are padded to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        parts = [part[: 1 + int(part[0, 0] * 3) % 6] for part in x]
+        whole = self.inner(nn.utils.rnn.pad_sequence(parts, batch_first=True))
+        return x + F.pad(whole, (0, 0, 0, 7 - whole.shape[1]))
+
+
 class ConstantValues(Model):
     """Attention that goes by the batch, to values that are no part of it, the examples second."""
 
@@ -380,7 +393,7 @@ class Bags(Model):
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
     WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
-    OneByOne, Lengths, ConstantValues, Bags,
+    OneByOne, Lengths, Padded, ConstantValues, Bags,
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diminuendo.training.clipping import choosing, reshaping
-from diminuendo.training.clipping.rows import One, Pieces, Rows, default
+from diminuendo.training.clipping.rows import TAG, One, Pieces, Rows, default, guess
 
 Rule = Callable[[Sequence[Any], dict[str, Any], Tensor, Rows, Tensor, int], Rows]
 """(args, kwargs, source, its rows, output, number of the output) -> the output's rows."""
@@ -118,9 +118,18 @@ def follow(
 ) -> Rows:
     """Where an output holds its examples, by the rule of its operation if there is one."""
     if type(rows) is One and rule not in _JOINING:
+        if _several(rows, (*args, *kwargs.values())):
+            return guess(out, rows.examples)
         return rows.over(out.shape)
     if type(rows) is Pieces and not rows.fits(source):  # nothing is known of its examples
         return rows
     if rule is not None:
         return rule(args, kwargs, source, rows, out, nr)
     return default(source, rows, out)
+
+
+def _several(rows: One, given: Sequence[Any]) -> bool:
+    """Whether an operation was given a list with tensors of other single examples, to pad them."""
+    lists = [part for part in given if isinstance(part, (list, tuple))]
+    tags = [getattr(leaf, TAG, None) for part in lists for leaf in part]
+    return any(type(tag) is One and tag.example != rows.example for tag in tags)
