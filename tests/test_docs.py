@@ -57,6 +57,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page))])
+@pytest.mark.usefixtures("fixed_keys")
 def test_examples(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}

@@ -24,8 +24,9 @@ collect_ignore = [
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small models on several threads wait for each other."""
+def _one_thread(fixed_keys: None) -> Iterator[None]:
+    """Small models on several threads wait for each other. What is drawn is always the same."""
+    del fixed_keys
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -965,7 +965,7 @@ if "RANK" in os.environ:
     arguments = [str(file), str(tmp_path / "out"), str(Path(__file__).parents[2])]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for command in ([sys.executable], run):
-        subprocess.run([*command, *arguments], check=True, stderr=subprocess.DEVNULL, timeout=240)
+        subprocess.run([*command, *arguments], check=True, stderr=subprocess.DEVNULL, timeout=900)
     (alone, steps), *ranks = (torch.load(f"{tmp_path / 'out'}{rank}") for rank in ("", "0", "1"))
     for model, taken in ranks:
         torch.testing.assert_close(model, alone, atol=1e-5, rtol=1e-4)

@@ -20,6 +20,7 @@ def plan(tmp_path: Path) -> str:
     return str(path)
 
 
+pytestmark = pytest.mark.usefixtures("fixed_keys")
 SMALL = ["--canaries", "800", "--confidence", "0.999999", "--no-progress"]
 
 

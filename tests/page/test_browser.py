@@ -148,7 +148,7 @@ def test_downloads(page: Browser, address: str, tmp_path: Path) -> None:
     page.open(f"{address}#steps=20")
     settled(page, "document.getElementById('file').textContent.startsWith('{')")
     page.run("document.getElementById('save').click()")
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not (folder / "plan.json").exists() and time.monotonic() < end:
         time.sleep(0.1)
     assert Plan.from_json((folder / "plan.json").read_text()).steps == 20

@@ -35,7 +35,7 @@ def ask(
     body = data if isinstance(data, bytes) else json.dumps(data).encode()
     request = urllib.request.Request(f"{address}api/{kind}", body, {**JSON, **(headers or {})})
     try:
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         with error:
@@ -70,14 +70,14 @@ def test_other_pages_get_nothing(address: str) -> None:
     assert ask(address, "plan", {}, own)[0] == 200
     for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", ""):
         assert ask(address, "plan", {}, {"Host": host, "Origin": f"http://{host}"})[0] == 400, host
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=300)
         connection.request("GET", "/", headers={"Host": host})
         assert connection.getresponse().status == 400
         connection.close()
 
 
 def test_what_the_page_may_do(address: str) -> None:
-    with urllib.request.urlopen(address, timeout=30) as reply:
+    with urllib.request.urlopen(address, timeout=300) as reply:
         policy = reply.headers["Content-Security-Policy"]
         page = reply.read().decode()
         assert reply.headers["X-Frame-Options"] == "DENY"
@@ -119,13 +119,13 @@ def test_unknown_places(address: str) -> None:
     assert ask(address, "export", {})[0] == 404
     assert ask(address, "../plan", {})[0] in (403, 404, 405)
     with pytest.raises(urllib.error.HTTPError, match="405"):
-        urllib.request.urlopen(f"{address}api/plan", timeout=30)
+        urllib.request.urlopen(f"{address}api/plan", timeout=300)
 
 
 def test_a_question_given_up_makes_room(address: str) -> None:
     """Who leaves is not computed for: the next question need not wait for the slow one."""
     host = address.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection(host, timeout=120)
+    connection = http.client.HTTPConnection(host, timeout=300)
     connection.request("POST", "/api/plan", json.dumps(SLOW), JSON)
     time.sleep(0.5)
     connection.close()
@@ -142,7 +142,7 @@ def test_a_question_that_takes_too_long_is_stopped() -> None:
         try:
             with pytest.raises(UsageError, match=r"took longer than 0\.3 seconds"):
                 await worker.ask("plan", SLOW, stays)
-            worker._longest = 60.0
+            worker._longest = 600.0
             return await worker.ask("plan", {"steps": 3}, stays)
         finally:
             worker.stop()
@@ -261,7 +261,7 @@ def asking(address: str) -> Iterator[list[float]]:
 def test_the_page_itself_answers_while_a_plan_is_made(address: str, asking: list[float]) -> None:
     del asking
     for _ in range(5):
-        with urllib.request.urlopen(address, timeout=60) as reply:
+        with urllib.request.urlopen(address, timeout=300) as reply:
             assert reply.status == 200
 
 
@@ -276,7 +276,7 @@ def test_nothing_is_left_behind_by_a_server_that_is_killed() -> None:
         children = psutil.Process(server.pid).children(recursive=True)
         assert children
         server.kill()
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=300)[1] == []
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

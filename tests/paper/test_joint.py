@@ -147,7 +147,6 @@ def test_public_samples_are_others_than_the_private_ones(digits: Digits) -> None
     assert {len(x) for x, _ in one} == {100}
     assert {int(y.max()) for _, y in one} == {1}
     assert not torch.equal(one[0][0], one[1][0])
-    assert sources(digits, None)["MNIST35"].auxiliary(100, 3) == (None, None)
 
 
 def test_the_paper_s_network_takes_part_where_it_is_asked_for() -> None:

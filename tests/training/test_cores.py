@@ -24,7 +24,7 @@ def test_results_come_in_order_from_threads_of_one_core() -> None:
 
     def call(i: int) -> tuple[int, int, str]:
         if i < 2:
-            meet.wait(10)  # both are under way at once
+            meet.wait(300)  # both are under way at once
         return i, torch.get_num_threads(), threading.current_thread().name
 
     found = side_by_side(call, 7)

@@ -14,6 +14,7 @@ import torch
 from small_runs import COUNTED, LINEAR, LOSS, PERCEPTRON, gradient, run, weights
 from torch import Tensor
 
+import diminuendo as dim
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.report import run as run_report
 from diminuendo.report.text import rounded_up
@@ -51,6 +52,73 @@ def test_another_noise_is_refused_before_anything_happens() -> None:
     with pytest.raises(InputError, match="exact, fast"):
         run(model, LINEAR.plan(), noise="quick")
     assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("size", [1, 8, 71_010])
+def test_noise_that_is_drawn_ahead_is_the_same_noise(size: int) -> None:
+    """Bit for bit, undecided coordinates included, and never twice."""
+    total = torch.linspace(-3.0, 3.0, size, dtype=torch.float64)
+    total[-1] = 2.0**60
+    told: dict[str, Any] = {"noise_std": 0.7, "sensitivity": 1.0}
+    later = ExactNoise(Keys.make(3)).add_noise(total.clone(), **told, step=4)
+    source = ExactNoise(Keys.make(3))
+    drawn = source.ahead(size, 4)
+    assert torch.equal(drawn.add_noise(total.clone(), **told, step=4), later)
+    with pytest.raises(DiminuendoError, match="step 5 was added before"):
+        drawn.add_noise(total.clone(), **told, step=4)
+    for again in (4, 3):
+        with pytest.raises(DiminuendoError, match="never given out twice"):
+            source.ahead(size, again)
+        with pytest.raises(DiminuendoError, match="never given out twice"):
+            source.add_noise(total.clone(), **told, step=again)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 600])
+def test_a_step_draws_its_noise_beside_the_products(
+    micro_batch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for a step, and what is released is what a step without it releases."""
+    torch.manual_seed(0)
+    x, y = torch.randn(1000, 60), torch.randint(0, 3, (1000,))
+    plan = dim.plan(
+        dim.Budget(epsilon=1, delta=1e-5), examples=1000, parameters=10, steps=2, schedule="uniform"
+    )
+    drawn: list[int] = []
+    ahead = ExactNoise.ahead
+
+    def counted(self: ExactNoise, size: int, step: int) -> Any:
+        drawn.append(step)
+        return ahead(self, size, step)
+
+    def released() -> list[Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(60, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3)
+        )
+        private = PrivateGradients(model, plan, seed=2, micro_batch=micro_batch)
+        found = []
+        for bx, by in private.batches((x, y)):
+            private.backward(LOSS(model(bx), by))
+            if model[0].weight.grad is not None:
+                found.append(gradient(model).clone())
+                model.zero_grad()
+        return found
+
+    monkeypatch.setattr(ExactNoise, "ahead", counted)
+    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        beside = released()
+        assert drawn == [0, 1]
+        monkeypatch.setattr(NoisySum, "beside", lambda _: None)
+        after = released()
+    finally:
+        torch.set_num_threads(threads)
+    assert drawn == [0, 1]
+    assert len(beside) == len(after) == 2
+    for one, other in zip(beside, after, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

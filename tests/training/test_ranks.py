@@ -26,7 +26,7 @@ from small_runs import BUDGET, LINEAR, LOSS, run
 torch.set_num_threads(1)
 case, out = sys.argv[1:]
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", os.environ["MEET"], timeout=datetime.timedelta(minutes=5))
 
 class Broken(PlanSpending):
     def __init__(self, plan, error, at):
@@ -77,7 +77,7 @@ def said_by(case: str, folder: Path) -> list[list[Any]]:
     file.write_text(textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent))))
     ranks = two_ranks([str(file), case, str(folder)])
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

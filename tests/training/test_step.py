@@ -48,6 +48,7 @@ def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n(noise: NoiseName) 
 
 
 def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
+    """Seven checks at 6.5 standard deviations: a false alarm in 10⁹ runs."""
     torch.manual_seed(0)
     model = nn.Linear(200, 100)
     plan = make_plan(steps=3, clip=2.0)
@@ -60,10 +61,10 @@ def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
     count = seen[0].numel()
     for t, values in enumerate(seen):
         expected = 2.0 * plan.sigmas[t] / N
-        assert float(values.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * count))
-        assert abs(float(values.mean())) < 5 * expected / math.sqrt(count)
+        assert float(values.std()) == pytest.approx(expected, rel=6.5 / math.sqrt(2 * count))
+        assert abs(float(values.mean())) < 6.5 * expected / math.sqrt(count)
     correlation = torch.corrcoef(torch.stack(seen))[0, 1]
-    assert abs(float(correlation)) < 5 / math.sqrt(count)
+    assert abs(float(correlation)) < 6.5 / math.sqrt(count)
 
 
 def test_a_plan_runs_exactly_its_steps() -> None:

@@ -162,7 +162,7 @@ def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
         )
         for i in range(2)
     ]
-    said = [machine.communicate(timeout=120)[0].strip() for machine in machines]
+    said = [machine.communicate(timeout=600)[0].strip() for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0]
     assert all(line.endswith("[9, 9]") for line in said)
     after = tune(storage=storage, trials=9, batch=2)

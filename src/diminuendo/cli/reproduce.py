@@ -39,7 +39,7 @@ def reproduce(
         Path | None,
         typer.Option(
             help="For joint: a folder with public images in MNIST's form (Fashion-MNIST, say), on "
-            "which its settings are tuned; synthetic data without it."
+            "which its settings are tuned; without it, digits that are drawn from fonts."
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
@@ -58,6 +58,7 @@ def reproduce(
     need_torch(device)
     from diminuendo.paper import data, setting
     from diminuendo.paper.digits import public_images
+    from diminuendo.paper.drawn import description
     from diminuendo.paper.reproduction import reproduce as reproduce_parts
     from diminuendo.paper.results import PARTS
 
@@ -77,7 +78,7 @@ def reproduce(
         out,
         amount,
         data=digits.source,
-        public=None if public is None else public.source,
+        public=description() if public is None else public.source,
         device=device,
         progress=progress and console.is_terminal,
         say=say,

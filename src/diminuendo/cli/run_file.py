@@ -63,6 +63,7 @@ KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
         "clip": str,
         "clip_bounds": list,
         "micro_batch": int,
+        "pad": bool,
         "noise": str,
         "seed": int,
         "workers": int,

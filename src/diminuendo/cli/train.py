@@ -123,6 +123,7 @@ def train(
                     device=training.get("device"),
                     workers=training.get("workers", 0),
                     micro_batch=training.get("micro_batch"),
+                    pad=training.get("pad", False),
                 ),
                 spending=run_parts.make_spending(settings, here, plan, data, progress=not as_json),
                 folder=run_parts.make_checkpoints(output / "checkpoint", training, moved),

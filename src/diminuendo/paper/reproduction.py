@@ -22,7 +22,8 @@ def reproduce(
 ) -> tuple[Results, Path]:
     """The results of these parts, and the path of the page.
 
-    `public` are images in MNIST's form on which the part `joint` tunes MNIST's settings.
+    `public` are images in MNIST's form on which the part `joint` tunes MNIST's settings; digits
+    drawn from fonts unless given.
 
     Files are written from these parts and those that an earlier call left in the folder.
     """

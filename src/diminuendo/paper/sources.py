@@ -15,6 +15,7 @@ from diminuendo import _extras
 from diminuendo.paper import data
 from diminuendo.paper.data import Labelled, Pool, Sample, Task
 from diminuendo.paper.digits import Digits
+from diminuendo.paper.drawn import description, drawn
 
 _TESTS = 2000
 FIRST_AUXILIARY = 50_000
@@ -72,7 +73,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DigitSource:
-    """MNIST or two of its digits; tuned on another set of images in MNIST's form, where given."""
+    """MNIST or two of its digits; tuned on digits drawn from fonts, or on other images in MNIST's
+    form, where they are given.
+    """
 
     digits: Digits
     task: Task
@@ -112,7 +115,7 @@ class DigitSource:
     def auxiliary_description(self) -> str:
         """What tuning sees instead."""
         if self.public is None:
-            return "synthetic: linear teachers, network teachers, mixtures"
+            return description()
         if self.classes == 10:
             return self.public.source
         return f"{self.public.source}; another {self.classes} of its classes in each set"
@@ -129,8 +132,6 @@ class DigitSource:
         self, examples: int, count: int, *, first: int = FIRST_AUXILIARY
     ) -> tuple[list[Labelled] | None, list[Labelled] | None]:
         """Samples of the public images, prepared in the same way; a part of its test set each."""
-        if self.public is None:
-            return None, None
         place = examples, first
         if self._kept.get(place, (0, []))[0] < count:
             if any(other[0] != examples for other in self._kept):
@@ -151,13 +152,14 @@ class DigitSource:
         return {}
 
     def _public_sample(self, examples: int, seed: int) -> Sample:
-        assert self.public is not None
+        public = drawn() if self.public is None else self.public
         chance = np.random.default_rng(seed)
-        classes = np.unique(self.public.labels)
-        chosen = np.sort(chance.permutation(classes)[: self.classes])
+        chosen = np.array(self.task.digits)
+        if self.public is not None:
+            chosen = np.sort(chance.permutation(np.unique(public.labels))[: self.classes])
         task = Task(name=f"public {self.name}", digits=tuple(int(c) for c in chosen))
         if self.classes not in self._pools or self._pools[self.classes].task.digits != task.digits:
-            self._pools[self.classes] = data.pool(self.public, task)
+            self._pools[self.classes] = data.pool(public, task)
         sample = data.draw(self._pools[self.classes], examples, seed)
         rows = torch.from_numpy(chance.permutation(len(sample.test[1]))[:_TESTS])
         return Sample(sample.train, (sample.test[0][rows], sample.test[1][rows]))

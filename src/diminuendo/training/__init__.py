@@ -10,6 +10,7 @@ with _extras.needed("torch", extra="torch", purpose="Training"):
     from diminuendo.training.learning_rates import follow_plan
     from diminuendo.training.loop import fit
     from diminuendo.training.optim import PrivateDescent
+    from diminuendo.training.plateau import OnPlateau
     from diminuendo.training.progress import Progress
     from diminuendo.training.result import Result
     from diminuendo.training.step import PrivateGradients, Released
@@ -23,6 +24,7 @@ __all__ = [
     "Flat",
     "Journal",
     "Logger",
+    "OnPlateau",
     "PerLayer",
     "PrivateDescent",
     "PrivateGradients",

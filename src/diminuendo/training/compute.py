@@ -9,6 +9,7 @@ from torch import nn
 
 from diminuendo import _validate
 from diminuendo.errors import InputError
+from diminuendo.training.padding import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,21 @@ class Compute:
     workers      processes that load examples of a map-style dataset; at least 0
     micro_batch  largest number of examples held in memory at once (customary name: physical batch
                  size); the whole batch unless given
+    pad          fill sampled batches up with rows of zeros, which count for nothing, to one of a
+                 few sizes: shapes then say next to nothing about how many examples were drawn, and
+                 a step takes longer (docs/how-to/static-shapes.md)
     """
 
     device: torch.device | str | None = None
     workers: int = 0
     micro_batch: int | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         _validate.count("workers", self.workers, at_least=0)
         if self.micro_batch is not None:
             _validate.count("micro_batch", self.micro_batch)
+        checked(self.pad)
 
     @classmethod
     def of(cls, device: Compute | torch.device | str | None) -> Compute:

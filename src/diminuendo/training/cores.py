@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,16 @@ Result = TypeVar("Result")
 FEW = 2**17
 """Numbers for which a second core comes too late to a single operation."""
 _Tasks = SimpleQueue[Callable[[], None]]
+
+
+class Beside(NamedTuple):
+    """Work for one core while the others are busy with something else.
+
+    ``cost`` says how long it takes one core: as long as so many multiplications in float64.
+    """
+
+    call: Callable[[], None]
+    cost: float
 
 
 def side_by_side(call: Callable[[int], Result], count: int) -> list[Result]:

@@ -53,8 +53,10 @@ def evaluate(
     source = Source(data, precision_of(model))
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     rows = min(len(source), at_most or len(source))
+    if rows == 0:
+        raise InputError("at least one row", name="the test set", value=0)
     total, right, counted = 0.0, 0, 0
-    mode = model.training
+    modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -69,11 +71,12 @@ def evaluate(
                         value=tuple(losses.shape),
                     )
                 total += float(losses.double().sum())
-                if _is_class_score(outputs, target):
+                if is_class_score(outputs, target):
                     right += int((outputs.argmax(dim=1) == target).sum())
                     counted += len(x)
     finally:
-        model.train(mode)
+        for part, mode in modes:  # parts may be in another mode than the whole
+            part.training = mode
     return Evaluation(rows, total / rows, right / rows if counted == rows else None)
 
 
@@ -86,5 +89,6 @@ def _pairs(source: Source, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield batch[0], batch[1]
 
 
-def _is_class_score(outputs: Tensor, target: Tensor) -> bool:
+def is_class_score(outputs: Tensor, target: Tensor) -> bool:
+    """Whether outputs are a score for each class, and targets the numbers of classes."""
     return outputs.dim() == 2 and outputs.shape[1] > 1 and target.dtype == torch.int64

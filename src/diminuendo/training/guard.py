@@ -59,6 +59,8 @@ class Guard:
         """Look at a call of the model that will be differentiated, before it is made."""
         if self._versions is None:
             self._versions = self._trained_versions()
+        if self._drawn is not None and self._drawn.rows < 2:
+            return  # blank rows beside one example, or none, would tell too little of a shape
         rows = first_rows(args, kwargs, self._size)
         if rows is None or not self._shapes.new(rows, self._model.training):
             return
@@ -91,7 +93,7 @@ class Guard:
         self._since_saved.record([part for part, _ in self._all_untrained()])
 
     def _refuse_new_parameters(self) -> None:
-        for module in self._model.modules():  # half as long as model.parameters() takes
+        for module in _modules(self._model):
             for name, parameter in module._parameters.items():
                 if (
                     parameter is not None
@@ -140,7 +142,7 @@ class Guard:
         """Whatever the model holds beside trained parameters, with versions."""
         return [
             (part, part._version)
-            for module in self._model.modules()
+            for module in _modules(self._model)
             for parts in (module._buffers, module._parameters)
             for part in parts.values()
             if part is not None and not part.requires_grad
@@ -201,6 +203,18 @@ class Guard:
             )
 
 
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Each module once. Every step looks several times, and `model.modules()` takes three times as
+    long: it makes up names."""
+    found, seen = [model], {model}
+    for module in found:  # grows while it is read
+        for part in module._modules.values():
+            if part is not None and part not in seen:
+                seen.add(part)
+                found.append(part)
+    return found
+
+
 def _overwritten() -> InputError:
     return InputError(
         "left alone by the forward and backward passes",
@@ -217,10 +231,11 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "one that needs no loss",
+            "one that needs no loss, or one with a metric that is public or paid for",
             name="lr_scheduler",
             value="ReduceLROnPlateau",
-            remedy="The training loss is not released; take a scheduler that counts steps.",
+            remedy="The training loss is not released. fit takes OnPlateau(scheduler, "
+            "public=(x, y)), or OnPlateau(scheduler, paid=0.1).",
         )
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise InputError(

@@ -16,6 +16,7 @@ from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan, PlanWarning, mismatch
 from diminuendo.training.guard import check_scheduler
+from diminuendo.training.plateau import OnPlateau
 
 _CLOSE = 1e-4
 
@@ -87,10 +88,10 @@ class Watch:
 def follow_plan(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    lr_scheduler: LRScheduler | None = None,
+    lr_scheduler: LRScheduler | OnPlateau | None = None,
     *,
     strict: bool = False,
-) -> LRScheduler | None:
+) -> LRScheduler | OnPlateau | None:
     """The scheduler to step after each training step, for the learning rates of the plan.
 
     optimizer      its learning rate is the unit of the plan's: 1/M, where the plan was made from
@@ -107,22 +108,35 @@ def follow_plan(
         if plan.lr is None:
             return None
         return PlannedRates(optimizer, plan.lr.tolist())
-    cost = mismatch(plan, planned_by(lr_scheduler, plan.steps))
+    if isinstance(lr_scheduler, OnPlateau):  # nobody knows in advance which rates it will set
+        worst = planned_by(lr_scheduler.scheduler, plan.steps, lr_scheduler.without_improvement)
+        _say_mismatch(plan, worst, strict, "If the metric never improves: ")
+    else:
+        _say_mismatch(plan, planned_by(lr_scheduler, plan.steps), strict)
+    return lr_scheduler
+
+
+def _say_mismatch(plan: Plan, rates: Vector, strict: bool, when: str = "") -> None:
+    cost = mismatch(plan, rates)
     if cost is None:
-        return lr_scheduler
+        return
     if strict:
         raise InputError(
             f"{cost.planned:.6g} of the largest one, as planned",
             name=f"the learning rate of step {cost.step}",
             value=cost.used,
-            remedy=str(cost),
+            remedy=f"{when}{cost}",
         )
-    warnings.warn(str(cost), PlanWarning, stacklevel=3)
-    return lr_scheduler
+    warnings.warn(f"{when}{cost}", PlanWarning, stacklevel=4)
 
 
-def planned_by(scheduler: LRScheduler, steps: int) -> Vector:
-    """The learning rates of the next `steps` steps; scheduler and optimizer end as they were."""
+def planned_by(
+    scheduler: LRScheduler, steps: int, step: Callable[[int], None] | None = None
+) -> Vector:
+    """The learning rates of the next `steps` steps; scheduler and optimizer end as they were.
+
+    step   steps the scheduler after t = 1, 2, …; its own `step` unless given
+    """
     optimizer = scheduler.optimizer
     kept = copy.deepcopy(scheduler.state_dict())
     groups = [
@@ -133,9 +147,9 @@ def planned_by(scheduler: LRScheduler, steps: int) -> Vector:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(steps):
+            for t in range(1, steps + 1):
                 values.append(float(optimizer.param_groups[0]["lr"]))
-                scheduler.step()
+                scheduler.step() if step is None else step(t)
     except (ValueError, RuntimeError) as error:
         raise InputError(
             f"a scheduler for {steps} steps",

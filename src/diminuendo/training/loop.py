@@ -22,6 +22,7 @@ from diminuendo.training.guard import check_scheduler, check_unit
 from diminuendo.training.learning_rates import follow_plan
 from diminuendo.training.mechanism import NoiseName
 from diminuendo.training.optim import PrivateDescent
+from diminuendo.training.plateau import OnPlateau
 from diminuendo.training.probe import Loss
 from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
 from diminuendo.training.result import Result
@@ -83,7 +84,7 @@ def fit(
     groups: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     lr: float | None = None,
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | OnPlateau | None = None,
     strict: bool = False,
     clip: ClipRule | None = None,
     spending: Spending | None = None,
@@ -111,7 +112,7 @@ def fit(
                   synthetic data of the same public shape, and said
     lr_scheduler  stepped after each step; the plan's own learning rates unless given. One that
                   differs from what the noise was planned for is warned about before anything is
-                  spent; strict=True refuses it
+                  spent; strict=True refuses it. An `OnPlateau` follows a metric, public or paid
     clip          the plan's norm, flat, unless given (customary name: max grad norm)
     spending      who pays: `ledger.pay("patients", plan, data=…)`, say; the plan's own budget, and
                   nobody's ledger, unless given
@@ -169,6 +170,7 @@ def fit(
         spending=spending,
         policy=policy,
         micro_batch=compute.micro_batch,
+        pad=compute.pad,
         journal=journal,
         noise=noise,
         seed=seed,
@@ -194,6 +196,8 @@ def fit(
                 private.watch.stop()  # what there was to say about it has been said
         else:
             check_scheduler(lr_scheduler, steps_by)
+        if isinstance(lr_scheduler, OnPlateau):
+            lr_scheduler.begin(private, loss, data)
         if checkpoints is not None and journal is not None:
             identity = Identity.of(
                 model, plan.digest, plan.examples, private.seeds.fixed, private.noise

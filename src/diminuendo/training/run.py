@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from diminuendo.errors import BudgetRefused, InputError
 from diminuendo.training.checkpoint import Checkpoint
@@ -14,6 +15,7 @@ from diminuendo.training.groups import Groups
 from diminuendo.training.journal import steps_ahead
 from diminuendo.training.kept import same_randomness
 from diminuendo.training.learning_rates import PlannedRates
+from diminuendo.training.plateau import OnPlateau
 from diminuendo.training.probe import Loss, Shapes, refuse_mixing
 from diminuendo.training.progress import Progress, bar
 from diminuendo.training.result import Result, Status, result_of
@@ -33,7 +35,7 @@ class Run:
         self,
         private: PrivateGradients,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | OnPlateau | None,
         checkpoint: Checkpoint | None,
         every: int,
         track: Tracking,
@@ -76,23 +78,30 @@ class Run:
         if private.policy is None and private.step >= private.plan.steps:
             reason += " before; nothing was trained now (another run needs another folder)"
         seen: float | None = None
+        losses_of_step: list[Tensor] = []
         shown = bar(progress.shown, private, self._track.epsilon)
         with stop_signals() as stopped, shown as advance:
             try:
                 self._save_when_due()
-                for losses in _losses(private, loss, data, groups, workers):
-                    before = private.step
+                metric = self._metric
+                for losses in _losses(private, loss, data, groups, workers, metric):
+                    before, rows = private.step, private.drawn
                     private.backward(losses)
+                    if progress.reveal_training_loss:
+                        losses_of_step.append(losses.detach()[:rows])
                     self._optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)
                     if private.step == before:
                         continue
                     rate = float(self._optimizer.param_groups[0]["lr"])
-                    if self._lr_scheduler is not None:
+                    if metric is not None:
+                        metric.after_step(private, loss)
+                    elif isinstance(self._lr_scheduler, LRScheduler):
                         self._lr_scheduler.step()
                     if progress.after_step is not None:
                         progress.after_step(private.step, private)
-                    seen = _mean(losses) if progress.reveal_training_loss else None
+                    seen = _mean(losses_of_step)
+                    losses_of_step = []
                     advance(seen)
                     self._track.step(rate, seen)
                     if private.group.any(stopped.is_set()):
@@ -112,6 +121,10 @@ class Run:
             revealed=progress.reveal_training_loss,
             training_loss=seen,
         )
+
+    @property
+    def _metric(self) -> OnPlateau | None:
+        return self._lr_scheduler if isinstance(self._lr_scheduler, OnPlateau) else None
 
     def _check_kinds(self, kinds: dict[str, str | None]) -> None:
         """The optimiser and the schedule must be of the kinds that were saved."""
@@ -154,7 +167,12 @@ class Run:
 
 
 def _losses(
-    private: PrivateGradients, loss: Loss, data: Any, groups: Any, workers: int
+    private: PrivateGradients,
+    loss: Loss,
+    data: Any,
+    groups: Any,
+    workers: int,
+    metric: OnPlateau | None,
 ) -> Iterator[Tensor]:
     """The plan's batches as losses, one per example, on the model's device."""
     device = next(private.model.parameters()).device
@@ -166,11 +184,14 @@ def _losses(
         if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
             yield torch.zeros(0, device=device)
             continue
-        if shapes.new(x, model.training):
+        # blank rows alone would tell too little of a shape
+        if (private.drawn or 0) > 1 and shapes.new(x, model.training):
             with private.engine.unrecorded():
                 refuse_mixing(model, loss, x, y, shapes.others(x))
         outputs = private.model(x)
         private.guard.expect(outputs)
+        if metric is not None:
+            metric.count(private.step, outputs, y, private.drawn)
         yield loss(outputs, y)
 
 
@@ -213,8 +234,10 @@ def _pair(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _mean(losses: Tensor) -> float | None:
-    return float(losses.detach().mean()) if len(losses) else None
+def _mean(parts: list[Tensor]) -> float | None:
+    """Over all parts of a step; None where nothing was drawn, or nothing is to be shown."""
+    losses = torch.cat(parts) if parts else torch.zeros(0)
+    return float(losses.mean()) if len(losses) else None
 
 
 def _generators(private: PrivateGradients) -> list[Tensor]:

@@ -24,6 +24,7 @@ from diminuendo.planning import Plan
 from diminuendo.training.distributed import Group
 from diminuendo.training.groups import Groups
 from diminuendo.training.mechanism import bernoulli
+from diminuendo.training.padding import Buckets, Filler, checked, filled_rows
 from diminuendo.training.seeds import Seeds
 
 
@@ -126,32 +127,41 @@ class Source:
         pin_memory: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         generator: torch.Generator | None = None,
+        buckets: Buckets | None = None,
     ) -> Iterator[Any]:
         """One batch for each tensor of indices, empty ones included.
 
         `generator` seeds the workers, so that loading leaves PyTorch's own generator alone.
+        With `buckets`, every batch is filled up with blank rows to one of their sizes.
         """
         if self._tensors is not None:
             for chosen in indices:
-                parts = tuple(part[chosen] for part in self._tensors)
+                parts = tuple(_rows(part, chosen, buckets) for part in self._tensors)
                 yield parts if len(parts) > 1 else parts[0]
             return
         dataset = cast("Dataset[Any]", self._dataset)
+        collated = _Collate(dataset, collate or default_collate, buckets)
+        collated.check()
         yield from DataLoader(
             dataset,
             batch_sampler=cast(Any, _Lists(indices)),
             num_workers=workers,
             pin_memory=pin_memory,
             generator=generator,
-            collate_fn=_Collate(dataset, collate or default_collate),
+            collate_fn=collated,
         )
 
 
+def _rows(part: Tensor, chosen: Tensor, buckets: Buckets | None) -> Tensor:
+    return part[chosen] if buckets is None else filled_rows(part, chosen, buckets.size(len(chosen)))
+
+
 class Drawn(NamedTuple):
-    """A batch, and the dataset that it was drawn from."""
+    """A batch, the dataset that it was drawn from, and how many of its rows are not blank."""
 
     source: Source
     batch: Any
+    rows: int
 
     def other_rows(self, rows: Tensor) -> bool:
         """Whether these are rows of the dataset that are not in the batch.
@@ -195,12 +205,30 @@ class _Lists:
 
 
 class _Collate:
-    """Collates examples; an empty list becomes a batch of length zero of the right shape."""
+    """Collates examples; an empty list becomes a batch of length zero of the right shape.
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+    With `buckets`, blank rows follow those of the examples.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        buckets: Buckets | None = None,
+    ) -> None:
+        self._dataset, self._collate, self._buckets = dataset, collate, buckets
+        self._filler: Filler | None = None
+
+    def check(self) -> None:
+        """Raise where batches are to be filled up and cannot be."""
+        if self._buckets is not None:
+            example = self._dataset[0]
+            self._filler = Filler(self._collate([example]), self._collate([example, example]))
 
     def __call__(self, examples: list[Any]) -> Any:
+        if self._filler is not None and self._buckets is not None:
+            batch = self._collate(examples) if examples else self._filler.empty()
+            return self._filler.fill(batch, len(examples), self._buckets.size(len(examples)))
         if examples:
             return self._collate(examples)
         return _emptied(self._collate([self._dataset[0]]))
@@ -217,7 +245,10 @@ def _emptied(batch: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """A micro-batch: of which step (0, 1, …), its place in the logical batch, and its size."""
+    """A micro-batch: of which step (0, 1, …), its place in the logical batch, and its size.
+
+    `size` counts blank rows, too, where there are any.
+    """
 
     step: int
     first: bool
@@ -227,31 +258,65 @@ class Part(NamedTuple):
     """Of how many micro-batches the logical batch consists on this rank."""
     place: int = 0
     """Which of them this is, from 0."""
+    drawn: int | None = None
+    """How many rows, the first ones, were drawn, where blank ones may follow: private."""
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Which rows were drawn, where blank ones may follow; else None."""
+        if self.drawn is None:
+            return None
+        return torch.arange(self.size, device=device) < self.drawn
 
 
 class Sampler:
     """The plan's batches, step after step; each rank gets its share of the same sample.
 
     micro_batch  largest number of examples in one part of a step's batch; None for no limit
+    pad          whether draws are filled up with blank rows to a few sizes (`padding`)
     """
 
-    def __init__(self, plan: Plan, seeds: Seeds, group: Group, micro_batch: int | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        seeds: Seeds,
+        group: Group,
+        micro_batch: int | None,
+        *,
+        pad: bool = False,
+    ) -> None:
         self._plan, self._seeds, self._group = plan, seeds, group
         self._rates: list[float] = plan.rates.tolist()
+        self._pad = checked(pad) and min(self._rates) < 1  # all rows have one size anyway
         self.smallest: int | None = None
         """The smallest limit that any part had so far; None where there was none."""
         self.micro_batch = micro_batch
 
     @property
     def micro_batch(self) -> int | None:
-        """The largest number of examples in one part; may be changed between steps."""
+        """The largest number of examples in one part; may be changed between steps.
+
+        Where draws are filled up, the next call of `batches` follows it.
+        """
         return self._micro_batch
 
     @micro_batch.setter
     def micro_batch(self, limit: int | None) -> None:
         self._micro_batch = None if limit is None else _validate.count("micro_batch", limit)
-        if self._micro_batch is not None:
-            self.smallest = min(self._micro_batch, self.smallest or self._micro_batch)
+        self.buckets = self._sizes()
+        largest = self._micro_batch if self.buckets is None else self.buckets.sizes[-1]
+        if largest is not None:
+            self.smallest = min(largest, self.smallest or largest)
+
+    def _sizes(self) -> Buckets | None:
+        """The sizes that draws are filled up to; None where they are not."""
+        if not self._pad:
+            return None
+        return Buckets.of(
+            self._plan.examples,
+            self._rates,
+            world=self._group.world,
+            micro_batch=self._micro_batch,
+        )
 
     def rate(self, step: int) -> float:
         """The sampling rate of a step, in (0, 1]; beyond the plan's last, that of the last."""
@@ -260,8 +325,10 @@ class Sampler:
     def expected(self, step: int, *, at_least: int) -> int:
         """About how many rows a rank holds at a time in this step: public, and at most all.
 
-        Not fewer than `at_least` where the dataset has so many.
+        Not fewer than `at_least` where the dataset has so many; blank rows count.
         """
+        if self.buckets is not None:
+            return min(max(self.buckets.sizes[0], at_least), self._plan.examples)
         share = math.ceil(self._plan.examples * self.rate(step) / self._group.world)
         held = share if self.micro_batch is None else min(share, self.micro_batch)
         return min(max(held, at_least), self._plan.examples)
@@ -299,26 +366,43 @@ class Sampler:
         """Micro-batches with their places, from step `first` up to `last`, or without end."""
         self.check(source, groups)
         parts: deque[Part] = deque()
+        buckets = self.buckets
         for batch in source.batches(
-            self._indices(parts, first, last, groups),
+            self._indices(parts, first, last, groups, buckets),
             workers=workers,
             pin_memory=pin_memory,
             collate=collate,
             generator=self._seeds.generator("loading", first),
+            buckets=buckets,
         ):
             yield parts.popleft(), batch
 
     def _indices(
-        self, parts: deque[Part], first: int, last: int | None, groups: Groups | None
+        self,
+        parts: deque[Part],
+        first: int,
+        last: int | None,
+        groups: Groups | None,
+        buckets: Buckets | None,
     ) -> Iterator[Tensor]:
         step = first
         while last is None or step < last:
             drawn = draw(self._plan.examples, self.rate(step), self._seeds, step)
             if groups is not None:
                 drawn = groups.one_row_each(drawn, self._seeds, step)
-            pieces = _chunks(self._group.share(drawn), self.micro_batch)
+            share = self._group.share(drawn)
+            if buckets is None:
+                pieces = _chunks(share, self.micro_batch)
+            else:
+                pieces = buckets.split(share, self.rate(step))
             for i, piece in enumerate(pieces):
-                parts.append(Part(step, i == 0, i == len(pieces) - 1, len(piece), len(pieces), i))
+                rows, size = (
+                    (None, len(piece))
+                    if buckets is None
+                    else (len(piece), buckets.size(len(piece)))
+                )
+                last_one = i == len(pieces) - 1
+                parts.append(Part(step, i == 0, last_one, size, len(pieces), i, rows))
                 yield piece
             step += 1
 

@@ -69,6 +69,18 @@ class _Open(NamedTuple):
     total: NoisySum
 
 
+class _Number(NamedTuple):
+    """What the last step left for a number beside its gradient: its index, noise and divisor."""
+
+    step: int
+    noise_std: float
+    divisor: float
+
+
+_UP = 1 + 2.0**-40
+"""What rounding may take from a standard deviation is far below this."""
+
+
 class PrivateGradients:
     """Private gradients for your own loop.
 
@@ -82,6 +94,8 @@ class PrivateGradients:
     policy       with a spending that has a filter: sees what was released, returns the next σ
     micro_batch  largest number of examples held at once; results are the same to rounding, and
                  p.grad stays None until the logical batch is complete
+    pad          fill sampled batches up with rows of zeros to one of a few sizes: the model and
+                 the loss see them, a loss for each is wanted, and they count for nothing
     journal      a file that knows across a crash which steps may have been released; with it, or
                  with a ledger, a saved `state_dict` can be gone on from
     noise        "exact": what is released is a post-processing of the ideal Gaussian mechanism;
@@ -101,6 +115,7 @@ class PrivateGradients:
         spending: Spending | None = None,
         policy: Policy | None = None,
         micro_batch: int | None = None,
+        pad: bool = False,
         journal: Journal | str | Path | None = None,
         noise: NoiseName = "exact",
         seed: int | None = None,
@@ -119,7 +134,7 @@ class PrivateGradients:
         self.group = Group.current()
         self.seeds = Seeds.make(seed)
         self.group.same_sample(self.seeds.keys)
-        self.sampler = Sampler(plan, self.seeds, self.group, micro_batch)
+        self.sampler = Sampler(plan, self.seeds, self.group, micro_batch, pad=pad)
         self.spending = self._asked_by_the_first(spending)
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal, plan, writes=self.group.first)
@@ -144,6 +159,9 @@ class PrivateGradients:
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
         self._parts_taken = 0
+        self.set_aside: Callable[[int], float] = lambda step: 0.0  # noqa: ARG005
+        """The share in [0, 1) of the budget of step t = 1, 2, … that `release_number` may use."""
+        self._number: _Number | None = None
         self.unit = "example"
         """What the claim protects: an example, or what the rows of one group belong to."""
 
@@ -182,8 +200,15 @@ class PrivateGradients:
 
     @property
     def waiting(self) -> int | None:
-        """The size of the batch, or part of one, that was drawn and waits for `backward`."""
+        """The size of the batch, or part of one, that waits for `backward`; blank rows count."""
         return None if self._part is None else self._part.size
+
+    @property
+    def drawn(self) -> int | None:
+        """How many of its rows, the first ones, are examples: private where `pad` is on."""
+        if self._part is None:
+            return None
+        return self._part.size if self._part.drawn is None else self._part.drawn
 
     # Algorithm 1
 
@@ -228,7 +253,8 @@ class PrivateGradients:
             if part.step != self.step and (part.first or self._open is not None):
                 raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._part = part
-            self.guard.watch(part.size, Drawn(source, batch))
+            rows = part.size if part.drawn is None else part.drawn
+            self.guard.watch(part.size, Drawn(source, batch, rows))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -292,6 +318,8 @@ class PrivateGradients:
                 total.scale,
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
+                real=part.mask(losses.device),
+                beside=total.beside() if part.last else None,
             )
             self.guard.refuse_writes()
             if part.last:
@@ -304,12 +332,16 @@ class PrivateGradients:
         self._abandon()
         clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
         guard.check_clip(clip, "what clip(t) gives")
+        share = _validate.real(
+            "the share set aside", self.set_aside(self.step + 1), at_least=0, below=1
+        )
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
         sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
+        self._number = self._kept_for_a_number(event, share)
         total = self.mechanism.begin(
-            noise_std=event.noise_multiplier * sensitivity,
+            noise_std=event.noise_multiplier * sensitivity * _louder(1 - share),
             sensitivity=sensitivity,
             divisor=self.divisor,
             step=self.step,
@@ -330,6 +362,27 @@ class PrivateGradients:
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
         self.step += 1
         self.guard.watch(self.plan.examples)
+
+    def _kept_for_a_number(self, event: GaussianStep, share: float) -> _Number | None:
+        if share == 0:
+            return None
+        return _Number(self.step, event.noise_multiplier * _louder(share), self.divisor)
+
+    def release_number(self, total: float) -> float:
+        """A sum of numbers in [0, 1], one of each row of the batch of the step just taken, with the
+        noise that the share of `set_aside` pays for, over the step's divisor: once for each step.
+
+        total   of the rows that were drawn for this step and no others. Each row's number must
+                depend on that row and on what was released before
+        """
+        kept, self._number = self._number, None
+        if kept is None or kept.step != self.step - 1 or self.group.world > 1:
+            raise UsageError(
+                "Nothing of this step's budget was set aside for a number, or it was released "
+                "before. A number beside a gradient is released once, after its step, on one rank."
+            )
+        noisy = self.mechanism.noise.add_beside(total, noise_std=kept.noise_std, step=kept.step)
+        return noisy / kept.divisor
 
     @property
     def _certified(self) -> bool:
@@ -522,3 +575,8 @@ class PrivateGradients:
 
 def _steps(spending: Mapping[str, Any]) -> int:
     return sum(int(event["count"]) for event in spending["granted"])
+
+
+def _louder(share: float) -> float:
+    """What noise is multiplied by where only a share of a step's budget pays for it."""
+    return 1.0 if share == 1 else _UP / math.sqrt(share)

@@ -377,7 +377,7 @@ def test_recurrent_variants() -> None:
 def test_convolutions_that_save_memory(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """The way of a GPU: gradients that are not kept, in blocks of examples."""
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
-    monkeypatch.setattr(conv, "_BLOCK", block)
+    monkeypatch.setattr(conv, "_BLOCK_CPU", block)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, 1, 1),
         nn.GroupNorm(2, 4),
@@ -386,7 +386,7 @@ def test_convolutions_that_save_memory(monkeypatch: pytest.MonkeyPatch, block: i
         nn.Conv2d(6, 70, 3, padding=1),
     )
     compare(model, (torch.randn(5, 2, 6, 6),))
-    monkeypatch.setattr(conv, "_WIDE", 1)
+    monkeypatch.setattr(conv, "_CHANNELS", 1)
     compare(model, (torch.randn(5, 2, 6, 6),))
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: True)
     compare(model, (torch.randn(5, 2, 6, 6),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, rounding, sums
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.rounding import row_norm
 from diminuendo.training.clipping.sums import Job, Product, Rows, multiply
+from diminuendo.training.cores import Beside
 
 
 @pytest.fixture(autouse=True)
@@ -175,10 +178,8 @@ def test_a_whole_model_against_rational_arithmetic(clip: Flat | PerLayer) -> Non
     kept: list[tuple[Located, Tensor]] = []
     parts = Summation.parts
 
-    def watched(
-        self: Summation, terms: list[Located], examples: int, sensitivity: float, share: float
-    ) -> list[Tensor]:
-        found = parts(self, terms, examples, sensitivity, share)
+    def watched(self: Summation, terms: list[Located], *others: Any) -> list[Tensor]:
+        found = parts(self, terms, *others)
         kept.extend(zip(terms, found, strict=True))
         return found
 
@@ -219,6 +220,47 @@ def test_products_divided_among_cores(tokens: int, monkeypatch: pytest.MonkeyPat
         assert torch.allclose(product.probe(quick, vectors), distance, rtol=1e-6)
         wrong = product.probe(quick + 1e-3, vectors)
         assert wrong > 100 * distance, "what was multiplied before is not taken for it twice"
+
+
+@pytest.mark.parametrize("cost", [0.0, 200.0, 1e9])
+def test_a_core_that_has_other_work_takes_fewer_rows(
+    cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row enters the sum once, within the bound, whatever else a core does; in one thread,
+    with nothing to do beside, the other work is left undone."""
+    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    torch.manual_seed(0)
+    u, v = torch.randn(101, 5), torch.randn(101, 9)
+    factors = torch.rand(101, dtype=torch.float64)
+    done: list[int] = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        product = Product(u, v, factors, None)
+        even = product.pieces
+        multiply([Job(product, None)], Beside(lambda: done.append(1), cost))
+        assert len(done) == (count > 1)
+        done.clear()
+        assert [row for piece in product.pieces for row in range(101)[piece]] == [*range(101)]
+        if count > 1:
+            assert 0 < product.pieces[0].stop <= even[0].stop
+            assert (product.pieces[0].stop < even[0].stop) is (cost > 0)
+        total = product.precise()
+        rows = torch.einsum("ni,nj->nij", u.double(), v.double()).flatten(1)  # exact in float64
+        error = squared_error(total.flatten(), exact_sum(rows, factors))
+        most = (factors * torch.linalg.vector_norm(rows, dim=1)).sum().item()
+        assert error <= Fraction(product.error * most) ** 2
+
+
+def test_work_beside_a_sum_that_fails_fails_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    torch.set_num_threads(2)
+    product = Product(torch.randn(40, 5), torch.randn(40, 9), torch.ones(40).double(), None)
+
+    def fails() -> None:
+        raise EngineError("refused")
+
+    with pytest.raises(EngineError, match="refused"):
+        multiply([Job(product, None)], Beside(fails, 1.0))
 
 
 def test_the_range_of_float32_is_kept() -> None:

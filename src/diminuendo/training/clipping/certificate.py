@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diminuendo.training.clipping.sums import Term
+from diminuendo.training.cores import few
 
 ALLOWANCE = 2.0**-10
 """The error of a clipped sum is at most this part of the clip's sensitivity."""
@@ -68,7 +69,8 @@ class Certificate:
 
     def measure(self, term: Term, total: Tensor, factors: Tensor) -> None:
         """Measure the error of a quick sum."""
-        self._squares.append(term.probe(total, self.vectors(term, total.device)))
+        with few(total.numel()):
+            self._squares.append(term.probe(total, self.vectors(term, total.device)))
         rounding = term.probe_error() * self._size / math.sqrt(_SHARE)
         self._known.append(term.spent(factors, self._sensitivity) * rounding)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from diminuendo.training.clipping.certificate import Certificate
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.sums import Job, Product, Term, multiply
+from diminuendo.training.cores import Beside
 
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
@@ -40,18 +41,29 @@ class Summation:
         self.precise: dict[int, int] = {}
         self.checks = False
         """Whether some call had a sum of a shape that is checked, rather than known beforehand."""
+        self.static = False
+        """Whether all sums are precise and in float64: nothing is decided by looking at data."""
 
     def parts(
-        self, terms: list[Located], examples: int, sensitivity: float, allowance: float
+        self,
+        terms: list[Located],
+        examples: int,
+        sensitivity: float,
+        allowance: float,
+        beside: Beside | None = None,
     ) -> list[Tensor]:
         """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
-        but for the probability ``certificate.FAILURE``."""
+        but for the probability ``certificate.FAILURE``. ``beside`` may be done meanwhile."""
         _check_reach(terms, examples, allowance)
-        if _tame(terms, sensitivity):
+        if not self.static and _tame(terms, sensitivity):
             for part in terms:
                 part.term.relax(_KNOWN * allowance / examples)
-        self.checks = self.checks or any(part.term.checked for part in terms)
-        quick = [part.term.checked and part.slot not in self.precise for part in terms]
+        may_check = [part.term.checked and not self.static for part in terms]
+        self.checks = self.checks or any(may_check)
+        quick = [
+            may and part.slot not in self.precise
+            for may, part in zip(may_check, terms, strict=True)
+        ]
         self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
         checked = [position for position, fast in enumerate(quick) if fast]
         longest = max([terms[position].term.probes() for position in checked], default=0)
@@ -63,7 +75,8 @@ class Summation:
                 else Job(part.term, None)
                 for part, fast in zip(terms, quick, strict=True)
                 if isinstance(part.term, Product) and len(part.term.pieces) > 1
-            ]
+            ],
+            beside,
         )
         sums = []
         for (_, _, term, row), fast in zip(terms, quick, strict=True):
@@ -86,7 +99,10 @@ def _tame(terms: list[Located], sensitivity: float) -> bool:
     if not TAME[0] <= sensitivity <= TAME[1]:
         return False
     rows = {id(part.factors): part.factors for part in terms if not part.factors.is_cuda}
-    return all(bool(((factors == 0) | (factors >= TAME[0])).all()) for factors in rows.values())
+    return all(
+        factors.min().item() >= TAME[0] or bool(((factors == 0) | (factors >= TAME[0])).all())
+        for factors in rows.values()
+    )
 
 
 def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
@@ -94,7 +110,7 @@ def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
     worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
     if worst * examples > allowance / 2:
         raise EngineError(
-            f"the rounding error of a sum over {examples} examples cannot be bounded by "
+            "the rounding error of a sum over so many examples cannot be bounded by "
             f"{allowance:.1e} of the sensitivity; use smaller micro-batches"
         )
 

@@ -50,6 +50,12 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype)
 
 
+@lru_cache(maxsize=64)
+def _column(bounds: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bounds, rounded down, one below the other: copied to a device once."""
+    return torch.tensor([bound * _DOWN for bound in bounds], dtype=dtype, device=device)[:, None]
+
+
 @dataclass(frozen=True)
 class Flat:
     """Scale example i by ``min(1, C / ||g_i||)``."""
@@ -148,9 +154,8 @@ class PerLayer:
                 f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "
                 "bound for each entry of Engine.layers, or a single number for the total"
             )
-        down = [bound * _DOWN for bound in self.bounds]
-        column = torch.tensor(down, dtype=norms.dtype).to(norms.device, non_blocking=True)
-        return (column.unsqueeze(1) / norms).clamp_(max=1.0)
+        column = _column(tuple(self.bounds), norms.dtype, norms.device)
+        return (column / norms).clamp_(max=1.0)
 
 
 Clip = Flat | Automatic | PerLayer

@@ -49,6 +49,7 @@ from diminuendo.training.clipping.rounding import (
 from diminuendo.training.clipping.scaled import Scaled, made
 from diminuendo.training.clipping.tape import Piece, Tape
 from diminuendo.training.clipping.watch import Root, Watch, routed
+from diminuendo.training.cores import Beside
 from diminuendo.training.memory import keep_freed
 
 # Keeps a factor that is rounded to float32 from growing.
@@ -82,15 +83,23 @@ class Engine:
     mode: ``"ignore"``, ``"warn"`` or ``"raise"``. Which parameters are trainable is read once,
     here; attach a new engine after freezing or unfreezing. With ``probing=False`` the engine calls
     :meth:`probe` only when told to: for computations that release nothing, on a model that was
-    probed before.
+    probed before. With ``static=True`` the sums take the same operations whatever the data are, so
+    that the host need not wait for a result: rows that are not finite are masked in every call, and
+    certified sums are taken in float64 rather than checked.
     """
 
-    def __init__(self, model: nn.Module, eval_mode: str = "ignore", probing: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        eval_mode: str = "ignore",
+        probing: bool = True,
+        static: bool = False,
+    ) -> None:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.model = model
-        self.eval_mode, self.probing = eval_mode, probing
+        self.eval_mode, self.probing, self.static = eval_mode, probing, static
         self._tape = Tape()
         self._probed: weakref.ref[Tensor] | None = None
         self._uses: Counter[Hashable] = Counter()
@@ -223,6 +232,8 @@ class Engine:
         *,
         certify: bool = False,
         share: float = 1.0,
+        real: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -235,6 +246,11 @@ class Engine:
         share`` times ``clip.sensitivity``, but for a probability of ``FAILURE`` (docs/rounding.md).
         ``share`` is the part of the allowance that this call may take, in (0, 1]: 1 over the number
         of micro-batches and ranks whose sums are added up.
+
+        ``real`` says which rows are examples, shape ``(N,)``, bool; all of them unless given. The
+        others fill the batch up: they contribute exactly zero, whatever their gradients are.
+        ``beside`` is work that a core does while others multiply, if several do; it may be left
+        undone.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -246,9 +262,9 @@ class Engine:
         allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance)
+                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
 
     @property
     def checks(self) -> bool:
@@ -275,6 +291,8 @@ class Engine:
         accumulate: Buffers | None,
         scale: float,
         allowance: float | None,
+        real: Tensor | None,
+        beside: Beside | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
@@ -286,6 +304,8 @@ class Engine:
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
         norms, factors = self._factors(groups, clip, losses)
+        if real is not None:
+            factors = [torch.where(real, row, 0.0) for row in factors]
         live, collected.live = collected.live, []
         if allowance is None:
             factors = [self._lower(row) for row in factors]
@@ -293,18 +313,22 @@ class Engine:
         sums: list[Tensor] | None = None
         if allowance is None and self._may_sum_twice(live, losses, accumulate):
             sums = scaled.sums(accumulate, scale, keep=True)
-        finite = _unless_all_finite(norms)
+        finite = norms.isfinite() if self.static else _unless_all_finite(norms)
         if finite is not None:
             sums = None
             scaled.purge(finite)
         if allowance is not None:
             sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
             check_request(sums)
-            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance)
+            self._summation.static = self.static
+            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance, beside)
         elif sums is None:
             sums = scaled.sums(accumulate, scale)
         for piece in live:
             piece.release()
+        if real is not None:
+            norms = torch.where(real, norms, 0.0)
+            finite = None if finite is None else finite | ~real
         return ClippedSum(sums, norms, finite)
 
     def _lower(self, factors: Tensor) -> Tensor:
@@ -318,6 +342,8 @@ class Engine:
         A GPU with little to do waits for the host: better not to let the host wait for it too.
         """
         anew = accumulate is None or callable(accumulate)
+        if self.static:
+            return False
         return losses.is_cuda and anew and sum([piece.entries for piece in live]) <= _LITTLE
 
     def check_losses(self, losses: Tensor) -> None:

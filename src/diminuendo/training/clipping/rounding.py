@@ -93,8 +93,9 @@ def row_norm(per_example: Tensor) -> Tensor:
     if flat.dtype is torch.float64 or flat.is_cuda or not flat.numel():
         return _double_norm(flat)
     norms = _single_norm(flat)
-    odd = ~((norms > _TAME[0]) & (norms < _TAME[1]))
-    if bool(odd.any()):
+    shortest, longest = torch.aminmax(norms)
+    if not (shortest.item() > _TAME[0] and longest.item() < _TAME[1]):  # NaN: some are odd
+        odd = ~((norms > _TAME[0]) & (norms < _TAME[1]))
         which = odd.nonzero().squeeze(1)
         norms[which] = _double_norm(flat[which])
     return norms
@@ -108,9 +109,12 @@ def _single_norm(flat: Tensor) -> Tensor:
     length = flat.shape[1]
     short = min(length, _STRETCH)
     whole = length - length % short
-    parts = [flat[:, :whole].view(len(flat), -1, short).norm(dim=2).double()]
+    measured = flat if whole == length else flat[:, :whole]
+    measured = measured.view(len(flat), -1, short)
+    parts = [torch.linalg.vector_norm(measured, dim=2).double()]
     if whole < length:
-        parts.append(flat[:, whole:].norm(dim=1, keepdim=True).double())
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+        parts.append(rest.double())
     joint = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     norms = joint.squeeze(1) if joint.shape[1] == 1 else torch.linalg.vector_norm(joint, dim=1)
     lost = length * _SMALLEST[torch.float32] / _TAME[0] ** 2
@@ -138,8 +142,8 @@ def joint_norm(parts: list[Tensor]) -> Tensor:
     if len(parts) == 2:
         return torch.hypot(*parts).mul_(above(4))
     stacked = torch.cat(parts).view(len(parts), -1)
-    joint: Tensor = torch.linalg.vector_norm(stacked, dim=0)
-    return joint.mul_(above(len(parts)))
+    # torch.linalg.vector_norm takes six times as long for a few parts of many examples.
+    return stacked.square_().sum(0).sqrt_().mul_(above(len(parts)))
 
 
 def coarse(like: Tensor, convolved: bool = False) -> bool:

@@ -12,7 +12,7 @@ from diminuendo.training.clipping.certified import Buffers, Located, Summation
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.tape import WHOLE, Piece
-from diminuendo.training.cores import few
+from diminuendo.training.cores import Beside, few
 
 
 class Scaled:
@@ -77,16 +77,22 @@ class Scaled:
         ]
 
     def add_certified(
-        self, sums: list[Tensor], summation: Summation, sensitivity: float, allowance: float
+        self,
+        sums: list[Tensor],
+        summation: Summation,
+        sensitivity: float,
+        allowance: float,
+        beside: Beside | None = None,
     ) -> None:
         """Add ``sum_i c_i g_i`` to ``sums`` in float64, with an error of at most ``allowance *
-        sensitivity`` over all parameters."""
+        sensitivity`` over all parameters. ``beside`` may be done meanwhile."""
         terms = self._terms()
-        parts = summation.parts(terms, len(self._factors[0]), sensitivity, allowance)
+        parts = summation.parts(terms, len(self._factors[0]), sensitivity, allowance, beside)
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             total = sums[slot] if rows is WHOLE else sums[slot][rows]
             with few(part.numel()):
-                total.add_(part.reshape(total.shape))
+                # Adding a transposed matrix takes longer than transposing it first.
+                total.add_(part.contiguous().view(total.shape))
 
     def _terms(self) -> list[Located]:
         """Everything that the sums consist of."""

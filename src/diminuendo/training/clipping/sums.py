@@ -30,7 +30,7 @@ from diminuendo.training.clipping.rounding import (
     to_tf32,
     unit,
 )
-from diminuendo.training.cores import few, pieces, side_by_side
+from diminuendo.training.cores import Beside, few, pieces, side_by_side
 
 # Rows of a matrix product that are added up at a time in the type of the data.
 _QUICK = 1024
@@ -39,6 +39,8 @@ _NARROW, _NARROW_GPU = 64, 56
 # Fewest gradients to add up at a time in float32, unless they are all; for fewer, float64 is as
 # fast.
 _FEWEST = 16
+# Entries of tokens that are looked up, held in float64 at a time.
+_LOOKED_UP = 1 << 22
 # Entries of the wider side of a product from which on its rows are divided among a CPU's cores.
 _DIVIDED = 1 << 16
 
@@ -154,14 +156,27 @@ class Lookup(Term):
         self.cancelled = cancelled(self.tokens)
 
     def precise(self) -> Tensor:
-        width = self.tokens.shape[2]
-        total = self.factors.new_zeros(self.rows, width)
-        step = cached(self.tokens.flatten(1))
+        step = max(1, _LOOKED_UP // max(1, self.tokens[0].numel()))
         parts = [torch.split(part, step) for part in (self.tokens, self.indices, self.factors)]
+        total: Tensor | None = None
         for tokens, indices, factors in zip(*parts, strict=True):
             scaled = tokens.double().mul_(spread(factors, tokens))
-            total.index_add_(0, indices.reshape(-1), scaled.view(-1, width))
+            if total is None:
+                total = self._added(scaled, indices)
+            else:
+                total.index_add_(0, indices.reshape(-1), scaled.flatten(0, 1))
+        assert total is not None
         return total
+
+    def _added(self, tokens: Tensor, indices: Tensor) -> Tensor:
+        """The sums of float64 tokens by index, which a CPU adds up one after the other."""
+        if tokens.is_cuda:
+            total = tokens.new_zeros(self.rows, tokens.shape[2])
+            return total.index_add_(0, indices.reshape(-1), tokens.flatten(0, 1))
+        added: Tensor = torch.ops.aten.embedding_dense_backward(
+            tokens, indices, self.rows, -1, False
+        )
+        return added
 
 
 class Product(Term):
@@ -207,28 +222,33 @@ class Product(Term):
         small = self.wide.is_cuda or self.wide.numel() < _DIVIDED
         return pieces(length, 1 if small else length // max(1, 2 * width))
 
+    def lighten(self, part: float) -> None:
+        """Have the first core take this part less than its even share of the rows."""
+        length, count = self.narrow.shape[0], len(self.pieces)
+        first = max(1, int(self.pieces[0].stop * (1 - part)))
+        rest = pieces(length - first, count - 1)
+        self.pieces = [slice(0, first)] + [slice(first + r.start, first + r.stop) for r in rest]
+
     def _shaped(self, total: Tensor) -> Tensor:
         return total.t() if self.turned else total
-
-    def _scaled(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        narrow = self.narrow[rows]
-        if self.weights is None:
-            return narrow.to(dtype)
-        return narrow * self.weights[rows].to(dtype).unsqueeze(1)  # in the wider of the two types
 
     def exact_piece(self, number: int, vectors: Tensor | None) -> Tensor:
         """What some of the rows add to the sum in float64, or to its product with the vectors; the
         column below it."""
-        rows = self.pieces[number]
-        left, total = self._scaled(rows, torch.float64), None
-        column = left.new_ones(len(left)) if self.weights is None else self.weights[rows]
-        count = left.shape[1] if vectors is None else vectors.shape[1]
-        spare = -(count + 1) % 4  # to a width that kernels like
+        rows, total = self.pieces[number], None
+        weights = None if self.weights is None else self.weights[rows].unsqueeze(1)
         if vectors is None:
-            left = torch.cat([left, column.unsqueeze(1), left.new_zeros(len(left), spare)], 1)
+            count = self.narrow.shape[1]
+            left = self.factors.new_empty(rows.stop - rows.start, _liked(count + 1))
+            left[:, :count] = self.narrow[rows]
+            left[:, count:] = 0.0
         else:
-            left = torch.mm(left, F.pad(vectors, (0, 1 + spare)))
-            left[:, count] = column
+            count = vectors.shape[1]
+            padded = F.pad(vectors, (0, _liked(count + 1) - count))
+            left = torch.mm(self.narrow[rows].double(), padded)
+        left[:, count] = 1.0
+        if weights is not None:
+            left.mul_(weights)
         parts = torch.split(left, self.block), torch.split(self.wide[rows], self.block)
         for part, wide in zip(*parts, strict=True):
             if total is None:
@@ -241,7 +261,10 @@ class Product(Term):
     def quick_piece(self, number: int) -> Tensor:
         """What some of the rows add to the quick sum."""
         rows, total = self.pieces[number], None
-        sides = self._scaled(rows, self.wide.dtype), self.wide[rows]
+        narrow = self.narrow[rows]
+        if self.weights is not None:
+            narrow = narrow * self.weights[rows].to(narrow.dtype).unsqueeze(1)
+        sides = narrow, self.wide[rows]
         for part, wide in zip(*[torch.split(side, _QUICK) for side in sides], strict=True):
             product = torch.mm(part.t(), wide)
             total = product if total is None else total.double().add_(product)
@@ -287,6 +310,11 @@ class Product(Term):
         return ours.sub_(exact).square_().sum()
 
 
+def _liked(width: int) -> int:
+    """The next width that kernels like."""
+    return width + -width % 4
+
+
 class Job(NamedTuple):
     """What is to be multiplied for a product: the exact sum (or its product with ``vectors``), the
     quick sum, or both."""
@@ -306,14 +334,21 @@ class Job(NamedTuple):
         return found
 
 
-def multiply(jobs: Sequence[Job]) -> None:
+def multiply(jobs: Sequence[Job], beside: Beside | None = None) -> None:
     """Have the cores multiply for several products at once, so that they wait for each other once.
 
-    The products remember the results.
+    The products remember the results. One core does ``beside`` first and takes fewer rows; with a
+    single core, or nothing to multiply, it is left undone.
     """
     count = max([len(job.product.pieces) for job in jobs], default=0)
+    if count < 2:
+        beside = None
+    if beside is not None:
+        _make_room(jobs, beside.cost)
 
     def pieces_of_all(number: int) -> list[list[Tensor] | None]:
+        if number == 0 and beside is not None:
+            beside.call()
         return [job.piece(number) if number < len(job.product.pieces) else None for job in jobs]
 
     found = side_by_side(pieces_of_all, count)
@@ -327,6 +362,14 @@ def multiply(jobs: Sequence[Job]) -> None:
                     with few(part.numel()):
                         totals[at] = totals[at].double().add_(part)
         job.product.take(job, totals)
+
+
+def _make_room(jobs: Sequence[Job], cost: float) -> None:
+    """Leave the first core as many multiplications less as it has other work."""
+    divided = [job.product for job in jobs if len(job.product.pieces) > 1]
+    whole = sum(product.narrow.numel() * product.wide.shape[1] for product in divided)
+    for product in divided:
+        product.lighten(min(0.9, cost * (len(product.pieces) - 1) / whole))
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diminuendo.training.cores import FEW, one_core, side_by_side
+from diminuendo.training.cores import FEW, few, one_core, side_by_side
 from diminuendo.training.mechanism import cipher, table
 from diminuendo.training.mechanism.grid import Grid
 
@@ -30,15 +30,31 @@ Undecided = tuple[list[int], list[float]]
 """Coordinates, and what the sum was there."""
 
 
-def add_rounded_gaussian(total: Tensor, grid: Grid, key: bytes) -> Undecided:
-    """Write the noisy sum over `total`, but for the coordinates that are returned."""
+Deviations = tuple[Tensor, Tensor]
+"""Standard normal numbers, one for each coordinate, and memory of the same size to go on with."""
+
+
+def ahead(size: int, key: bytes) -> Deviations:
+    """The deviations for a sum that does not exist yet, to give to `add_rounded_gaussian`."""
+    return deviations(_words(size, key))
+
+
+def add_rounded_gaussian(
+    total: Tensor, grid: Grid, key: bytes, drawn: Deviations | None = None
+) -> Undecided:
+    """Write the noisy sum over `total`, but for the coordinates that are returned.
+
+    drawn  what `ahead` gave for this key: written on
+    """
+    if drawn is not None:
+        with few(len(total)):
+            return _add(total, drawn, grid) or ([], [])
     block = _equal_blocks(len(total))
     starts = range(0, len(total), block)
 
     def add(number: int) -> Undecided | None:
         part = total[starts[number] : starts[number] + block]
-        words = cipher.keystream(key, len(part), first=starts[number])
-        return _add(part, torch.from_numpy(words.view(np.int64)), grid)
+        return _add(part, deviations(_words(len(part), key, starts[number])), grid)
 
     if len(starts) > 1:
         found = side_by_side(add, len(starts))
@@ -62,8 +78,13 @@ def _equal_blocks(size: int) -> int:
     return -(-size // (count * words)) * words
 
 
-def _add(total: Tensor, words: Tensor, grid: Grid) -> Undecided | None:
-    z, spare = deviations(words)
+def _words(size: int, key: bytes, first: int = 0) -> Tensor:
+    """The first 64 bits of coordinates, with a sign."""
+    return torch.from_numpy(cipher.keystream(key, size, first=first).view(np.int64))
+
+
+def _add(total: Tensor, drawn: Deviations, grid: Grid) -> Undecided | None:
+    z, spare = drawn
     shifted = torch.mul(total, 1 / grid.spacing, out=spare)
     lowest, highest = torch.aminmax(shifted)
     largest = max(-lowest.item(), highest.item())
@@ -85,7 +106,7 @@ def _add(total: Tensor, words: Tensor, grid: Grid) -> Undecided | None:
     return found
 
 
-def deviations(words: Tensor) -> tuple[Tensor, Tensor]:
+def deviations(words: Tensor) -> Deviations:
     """Φ⁻¹ of the probabilities that begin with these bits, to `table.ERROR`, NaN in the tails; and
     memory of the same size to go on with.
     """

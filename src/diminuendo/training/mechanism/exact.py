@@ -29,12 +29,18 @@ _FIRST_BITS, _MORE_BITS = 64, 512
 _DIGITS = 28
 
 
-def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, bytes]) -> Tensor:
+def add_rounded_gaussian(
+    total: Tensor,
+    noise_std: float,
+    keys: tuple[bytes, bytes],
+    drawn: cpu.Deviations | None = None,
+) -> Tensor:
     """Add the noise to `total`, in place, and return it.
 
     total      the sum, flat and in float64, on a CPU or a GPU
     noise_std  the standard deviation of the noise on every coordinate
     keys       of the first 64 bits of each coordinate, and of the bits after them
+    drawn      on a CPU, what `cpu.ahead` made of the first key
     """
     if total.dtype != torch.float64 or total.dim() != 1 or not total.is_contiguous():
         raise InputError("flat, contiguous and in float64", name="total", value=total.dtype)
@@ -48,7 +54,7 @@ def add_rounded_gaussian(total: Tensor, noise_std: float, keys: tuple[bytes, byt
             return total.copy_(add_rounded_gaussian(total.cpu(), noise_std, keys))
         undecided, sums = kernels.add_rounded_gaussian(total, grid, keys[0])
     else:
-        undecided, sums = cpu.add_rounded_gaussian(total, grid, keys[0])
+        undecided, sums = cpu.add_rounded_gaussian(total, grid, keys[0], drawn)
     if undecided:
         settled = [settle(x, grid, keys, place) for place, x in zip(undecided, sums, strict=True)]
         where = torch.tensor(undecided, device=total.device)

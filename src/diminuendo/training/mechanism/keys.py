@@ -89,6 +89,13 @@ class Keys:
             _derive(self._root, f"noise, more bits, step {step} of rank {rank}"),
         )
 
+    def noise_beside(self, step: int) -> tuple[bytes, bytes]:
+        """The two keys of the noise of a number that is released beside a step's gradient, once."""
+        return (
+            self._once("noise beside a gradient", step, 0),
+            _derive(self._root, f"noise beside a gradient, more bits, step {step}"),
+        )
+
     def _once(self, purpose: str, step: int, rank: int) -> bytes:
         self._check_process()
         with self._lock:

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from diminuendo.training.cores import few
+from diminuendo.training.cores import FEW, Beside, few
+from diminuendo.training.mechanism.noise import DrawnNoise, ExactNoise
 
 if TYPE_CHECKING:
     from diminuendo.training.distributed import Group
     from diminuendo.training.seeds import Seeds
+
+
+_COST = 110.0
+"""Multiplications in float64 that take as long as drawing a number of the noise ahead."""
 
 
 class NoiseSource(Protocol):
@@ -35,6 +40,9 @@ class NoiseSource(Protocol):
         sensitivity  how much one example can change the sum, in Euclidean norm
         step         0, 1, …: no two steps of a run share noise
         """
+
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        """number + noise that is independent of the noise of the step's sum."""
 
 
 class FastNoise:
@@ -55,6 +63,12 @@ class FastNoise:
         return total.add_(
             self.draw(total.numel(), noise_std, step, total.dtype, total.device).view_as(total)
         )
+
+    def add_beside(self, number: float, *, noise_std: float, step: int) -> float:
+        """A number that is released beside the step's gradient, with noise of its own."""
+        generator = self._seeds.generator("noise beside a gradient", step)
+        drawn = torch.normal(0.0, noise_std, (1,), generator=generator, dtype=torch.float64)
+        return number + float(drawn)
 
     def draw(
         self, size: int, noise_std: float, step: int, dtype: torch.dtype, device: torch.device
@@ -98,6 +112,7 @@ class NoisySum:
         self._starts_noisy = isinstance(mechanism.noise, FastNoise)
         self.scale = 1 / divisor if self._starts_noisy else 1.0
         self._flat: Tensor | None = None
+        self._drawn: DrawnNoise | None = None
         self.sums: list[Tensor] | None = None
         """One tensor for each parameter, in its shape, to add to; None before `start`."""
 
@@ -116,6 +131,20 @@ class NoisySum:
         self.sums = self._shaped(self._flat)
         return self.sums
 
+    def beside(self) -> Beside | None:
+        """Drawing the noise before the sum is known, where one core is enough for it."""
+        noise, parameters = self._mechanism.noise, self._mechanism.parameters
+        size = sum([p.numel() for p in parameters])
+        if not isinstance(noise, ExactNoise) or not self._mechanism.group.first:
+            return None
+        if not 0 < size <= FEW or parameters[0].device.type != "cpu":
+            return None
+
+        def draw() -> None:
+            self._drawn = noise.ahead(size, self.step)
+
+        return Beside(draw, size * _COST)
+
     def release(self) -> list[Tensor]:
         """The private gradient, one tensor for each parameter: the same on every rank."""
         flat, group = self._flat, self._mechanism.group
@@ -125,7 +154,7 @@ class NoisySum:
         if self._starts_noisy:
             return self.sums
         if group.first:
-            flat = self._mechanism.noise.add_noise(
+            flat = (self._drawn or self._mechanism.noise).add_noise(
                 flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
             )
         with few(flat.numel()):

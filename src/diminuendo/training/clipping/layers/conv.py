@@ -47,12 +47,14 @@ from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, 
 ConvNd = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # Per-example gradients may take this many times the memory of the unfolded input and gradients.
 _MEMORY = 2.0
-# From this many channels in and out a batched matrix product beats grouped kernels on a CPU.
-_WIDE = 64
+# Grouped kernels of a CPU's convolution library take channels by so many; for other numbers of
+# channels it has none that is fast, and a batched matrix product takes a fraction of the time.
+_CHANNELS = 8
 # Most entries of an unfolded input for which a batched matrix product is used on a GPU.
 _UNFOLDED = 1 << 27
-# Most entries of the unfolded input, or of gradients that are not kept, held at a time.
-_BLOCK = 1 << 25
+# Most entries of the unfolded input, or of gradients that are not kept, held at a time; on a CPU
+# what is freed and taken again without asking the kernel for new pages.
+_BLOCK, _BLOCK_CPU = 1 << 25, 1 << 22
 # Entries of an unfolded input in float64 held at a time.
 _PRECISE = 1 << 22
 # A convolution is summed quickly and checked if its groups have more filters; else precisely.
@@ -201,7 +203,8 @@ class ConvPiece(Piece):
         unfolded = self.weight.shape[1:].numel() * self.module.groups * self._b().shape[2:].numel()
         entries = max(entries, unfolded)
         x, grads = self._x(), self._b()
-        block = max(1, _BLOCK // max(1, entries))
+        most = _BLOCK if x.is_cuda else _BLOCK_CPU
+        block = max(1, most // max(1, entries))
         if block >= self.examples:
             return [(grads, x)]
         return list(zip(torch.split(grads, block), torch.split(x, block), strict=True))
@@ -274,7 +277,8 @@ class ConvPiece(Piece):
         if self.module.groups > 1:
             return False
         if self._b().device.type == "cpu":
-            return min(shape[0], shape[1]) >= _WIDE
+            blocked = shape[0] % _CHANNELS == 0 and shape[1] % _CHANNELS == 0
+            return not blocked or shape[2:].numel() == 1
         return self._b().numel() // shape[0] * shape[1:].numel() <= _UNFOLDED
 
     def weight_gradient(self, grads: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
