@@ -350,7 +350,18 @@ def test_settings_that_are_given_are_not_tuned(
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "length", "length=x", "length=4,clip=0.5", "length=4,clip=0.5,steps=10,fall=1"]
+    "wrong",
+    [
+        "",
+        "length",
+        "length=x",
+        "length=4,clip=0.5",
+        "length=4,clip=0.5,steps=10,fall=1",
+        "length=4,clip=0.5,steps=10.5",
+        "length=4,clip=0.5,steps=10,length=5",
+        "length=nan,clip=0.5,steps=10",
+        "length=4,clip=-0.5,steps=10",
+    ],
 )
 def test_wrong_settings(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"

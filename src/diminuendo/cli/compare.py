@@ -222,13 +222,14 @@ def _settings(text: str | None) -> dict[str, float]:
     """Numbers by name, from NAME=VALUE,…"""
     found: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else []:
-        name, separator, value = part.strip().partition("=")
+        name, _, value = part.strip().partition("=")
         try:
-            found[name] = float(value)
+            number = float(value)
         except ValueError:
-            separator = ""
-        if not (name and separator):
-            raise InputError("NAME=VALUE,…", name="--settings", value=text)
+            number = None
+        if number is None or not name or name in found:
+            raise InputError("NAME=VALUE,…, each name once", name="--settings", value=text)
+        found[name] = number
     return found
 
 

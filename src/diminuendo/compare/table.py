@@ -62,6 +62,9 @@ class Effort:
                 value=None,
                 remedy="Where settings are given, all of a method's tuned numbers are.",
             )
+        for name, values in method.space.items():
+            if values.choices and not float(self.given[name]).is_integer():
+                raise InputError("a whole number", name=name, value=self.given[name])
         return as_settings({name: self.given[name] for name in needed})
 
 

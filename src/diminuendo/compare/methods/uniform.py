@@ -28,6 +28,11 @@ def _momentum(private: Private, settings: Settings) -> Tensor:
     return descent.descend(private, sigmas, settings["clip"], update)
 
 
+def _heavy_ball(private: Private, settings: Settings) -> Tensor:
+    update = descent.heavy_ball(settings["lr"])
+    return descent.descend(private, _sigmas(private, settings), settings["clip"], update)
+
+
 def _falling(private: Private, settings: Settings) -> Tensor:
     sigmas = _sigmas(private, settings)
     update = descent.plain(descent.falling(settings["lr"], len(sigmas)))
@@ -82,6 +87,15 @@ METHODS = (
         claim=_CLAIM,
         run=_momentum,
         differs="Momentum 0.9 with bias correction and a cosine.",
+    ),
+    Method(
+        key="uniform-heavy-ball",
+        title="uniform, momentum, constant rate",
+        family="uniform",
+        paper="customary (e.g. Tramèr and Boneh 2021)",
+        claim=_CLAIM,
+        run=_heavy_ball,
+        differs="Momentum 0.9 with bias correction.",
     ),
     Method(
         key="adagrad",
