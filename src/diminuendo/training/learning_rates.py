@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -85,6 +85,26 @@ class Watch:
             if any(id(parameter) in self._own for parameter in group["params"]):
                 return group
         return None
+
+
+@overload
+def follow_plan(
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    lr_scheduler: LRScheduler | None = None,
+    *,
+    strict: bool = False,
+) -> LRScheduler | None: ...
+
+
+@overload
+def follow_plan(
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    lr_scheduler: LRScheduler | OnPlateau | None,
+    *,
+    strict: bool = False,
+) -> LRScheduler | OnPlateau | None: ...
 
 
 def follow_plan(
