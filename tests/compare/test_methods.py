@@ -217,6 +217,31 @@ def test_scaled_gradients_are_clipped_in_their_own_coordinates() -> None:
     torch.testing.assert_close(released, shift + scale * expected / 5, atol=2e-2, rtol=0)
 
 
+def test_scaled_gradients_are_clipped_where_the_shift_takes_nearly_all_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gradient and its shift are a thousand units long, and their difference a little over 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(100, 1, 20, generator=generator)
+    x = x / x.norm(dim=2, keepdim=True)
+    y = torch.zeros(100, 1, dtype=torch.int64)
+    hidden = Private(Linear(20, 10), x, y, BUDGET, seeds=range(100))
+    theta = torch.randn(100, 200, generator=generator) * 3
+    direction = torch.randn(100, 200, generator=generator)
+    direction = direction / direction.norm(dim=1, keepdim=True)
+    scale = torch.full_like(theta, 1e-3)
+    shift = hidden.mean_gradient(theta) - 1.05 * scale * direction
+    seen: list[Tensor] = []
+
+    def noised(sums: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(sums)
+        return sums
+
+    monkeypatch.setattr(hidden, "noised", noised)
+    scaled_gradient(hidden, theta, shift, scale, 10.0)
+    assert float(seen[0].norm(dim=1).max()) <= 1
+
+
 def test_the_clip_norm_reaches_its_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hardly any noise: after 200 steps the wished share of norms is below the clip norm."""
     bounds: list[Tensor] = []
