@@ -110,11 +110,10 @@ class TableFolder:
             return not self._finished_meanwhile(cell, path)
         try:
             age = time.time() - path.stat().st_mtime
-            holder = json.loads(path.read_text(encoding="utf-8") or "{}")
-        except (OSError, ValueError):
+            content = path.read_bytes()
+        except OSError:
             return False
-        here = holder.get("host") == socket.gethostname()
-        if age < ABANDONED and not (here and not _alive(int(holder.get("process", 0)))):
+        if age < ABANDONED and not _dead_here(content):
             return False
         try:
             taken = path.rename(path.with_name(f"{cell.name}.{uuid.uuid4().hex}"))
@@ -163,6 +162,15 @@ class TableFolder:
 
 def _run(bench: Bench, cell: Cell) -> dict[str, Any]:
     return bench.run(cell).to_dict()
+
+
+def _dead_here(claim: bytes) -> bool:
+    """Whether the claim is of a process of this machine that is gone. A spoilt one may be alive."""
+    try:
+        holder = json.loads(claim)
+        return bool(holder["host"] == socket.gethostname() and not _alive(int(holder["process"])))
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return False
 
 
 def _alive(process: int) -> bool:
