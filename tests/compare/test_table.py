@@ -78,6 +78,18 @@ def test_a_cell_that_another_machine_has_begun_is_left_to_it(tmp_path: Path) -> 
     assert not claim.exists()
 
 
+@pytest.mark.parametrize("spoilt", [b"", b"\0\0\0\0", b"[]", b"\xff\xfe", b'{"host": "HOST"}'])
+def test_a_spoilt_claim_holds_a_cell_no_longer_than_another(spoilt: bytes, tmp_path: Path) -> None:
+    folder, bench = TableFolder(tmp_path, EFFORT), Counting(EFFORT)
+    (cell,) = small(["uniform"])
+    claim = tmp_path / "claims" / cell.name
+    claim.write_bytes(spoilt.replace(b"HOST", socket.gethostname().encode()))
+    assert folder.run([cell], bench) == [cell], "it may be half written"
+    os.utime(claim, (0, 0))
+    assert folder.run([cell], bench) == []
+    assert bench.ran == 1
+
+
 def test_a_table_is_extended_by_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another task, size and budget: only the new cells are run, the old files stay as they are."""
     other = dataclasses.replace(TASKS["mnist"], key="others", title="Others")
@@ -347,6 +359,38 @@ def test_settings_that_are_given_are_not_tuned(
     assert "given" in (tmp_path / "table.md").read_text()
     assert main([*base, *methods]) == 2, "tuned cells are not mixed with given ones"
     assert "given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("small-batches", "length=4,clip=0.5,steps=10,rate=0.1"),
+        ("banded-prefix", "length=4,clip=0.5,steps=10,band=2,rate=0.5"),
+        ("learned-policy", "length=4,clip=0.5,steps=10,bias=0,slope=-0.5,signal=0.2"),
+        ("correlated-influence", "length=4,clip=0.5,steps=10,taken_back=0,gamma=0.9"),
+    ],
+)
+def test_every_number_of_a_method_can_be_given(method: str, given: str, tmp_path: Path) -> None:
+    base = ["compare", *SMALL, "--out", str(tmp_path), "--epsilon", "3", "--method", method]
+    assert main([*base, "--settings", given]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("phased-sgd", "step=50,batches=2"),
+        ("adaptive-share", "length=4,clip=0.5,steps=10,more=0.1,looks=2"),
+        ("output", "ridge=0"),
+    ],
+)
+def test_numbers_for_which_no_claim_is_proven_are_refused(
+    method: str, given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compare", *SMALL, "--out", str(tmp_path), "--epsilon", "3", "--method", method]
+    assert main([*base, "--settings", given]) == 2
+    assert "Expected" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*")), "nothing was stored"
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ def _check_settings(effort: Effort, methods: set[str]) -> None:
 
     for key in sorted(methods):
         effort.settings_of(METHODS[key])
-    unused = set(effort.given) - {name for key in methods for name in METHODS[key].space}
+    taken = {name for key in methods for name in (*METHODS[key].space, *METHODS[key].learned)}
+    unused = set(effort.given) - taken
     if unused:
         raise InputError(
             "numbers that a method takes", name="--settings", value=", ".join(sorted(unused))

@@ -19,8 +19,8 @@ from diminuendo.errors import InputError
 
 @dataclass(frozen=True)
 class Range:
-    """A tuned number between `low` and `high`: evenly on a logarithmic scale, evenly, or whole
-    numbers among `choices`."""
+    """A tuned number between `low` and `high`: evenly on a logarithmic scale, evenly, or one of
+    `choices`."""
 
     low: float = 0.0
     high: float = 1.0

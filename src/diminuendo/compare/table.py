@@ -49,7 +49,7 @@ class Effort:
         _validate.count("repeats", self.repeats, at_least=2)
         _validate.real("delta", self.delta, above=0, below=1)
         for name, value in self.given.items():
-            _validate.positive(name, value)
+            _validate.real(name, value)
 
     def settings_of(self, method: Method) -> dict[str, float]:
         """The given numbers that the method takes; InputError where one is missing."""
@@ -63,7 +63,10 @@ class Effort:
                 remedy="Where settings are given, all of a method's tuned numbers are.",
             )
         for name, values in method.space.items():
-            if values.choices and not float(self.given[name]).is_integer():
+            if values.low > 0 or values.choices:
+                _validate.positive(name, self.given[name])
+            whole = bool(values.choices) and all(float(c).is_integer() for c in values.choices)
+            if whole and not float(self.given[name]).is_integer():
                 raise InputError("a whole number", name=name, value=self.given[name])
         return as_settings({name: self.given[name] for name in needed})
 

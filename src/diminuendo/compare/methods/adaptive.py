@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from diminuendo import _validate
 from diminuendo.compare.clips import Flat
 from diminuendo.compare.method import COMMON, Method, Range, Settings
 from diminuendo.compare.private import Private
@@ -44,10 +45,13 @@ def _adaptive_share(private: Private, settings: Settings) -> Tensor:
     """A step is taken only if the noisy losses say that it descends; else the gradient is
     measured again with a larger share and averaged."""
     final = []
+    looks = _validate.real(
+        "looks", settings["looks"], above=0, below=1, remedy="It is a share of the budget."
+    )
     for one in private.each():
         steps = int(settings["steps"])
-        sigma = math.sqrt(steps / one.budget.R / (1 - settings["looks"]))
-        look = math.sqrt(steps / one.budget.R / settings["looks"])
+        sigma = math.sqrt(steps / one.budget.R / (1 - looks))
+        look = math.sqrt(steps / one.budget.R / looks)
         most = 2 * math.log(one.facts.classes)
         theta, rule = one.start(), Flat(settings["clip"])
         lengths = [0.0] + [settings["lr"] * 2.0**k for k in (-3, -2, -1, 0, 1)]

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from diminuendo import _validate
 from diminuendo.compare import whole
 from diminuendo.compare.clips import Flat
 from diminuendo.compare.method import Method, Range, Settings
@@ -14,6 +15,7 @@ from diminuendo.compare.methods.batches import calibrated
 from diminuendo.compare.private import Private
 
 _FAMILY = "not iterative, for convex losses"
+_LONGEST = "It is in units of the longest step for which the claim is proven."
 
 
 def _project(theta: Tensor, radius: float) -> Tensor:
@@ -56,11 +58,12 @@ def _phased_sgd(private: Private, settings: Settings) -> Tensor:
     so each may use the whole budget.
     """
     batches = int(settings["batches"])
+    step = _validate.real("step", settings["step"], above=0, at_most=1, remedy=_LONGEST)
     lipschitz, longest = whole.lipschitz(private), 2 / whole.smoothness(private, 0.0)
     sigma = whole.whole_budget(private)
     theta = private.start()
     for number, rows in enumerate(phases(private.facts.examples, batches)):
-        rate = longest * settings["step"] / 4**number
+        rate = longest * step / 4**number
         batch = (rows.stop - rows.start) // batches
         average = torch.zeros_like(theta)
         for at in range(rows.start, rows.stop, batch):
