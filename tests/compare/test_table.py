@@ -286,6 +286,18 @@ def test_an_example_is_prepared_on_its_own() -> None:
     torch.testing.assert_close(alone, among[:1])
 
 
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        (Cell("mnist", "linear", 80_000, 1.0, "uniform"), "at most 5188 for this data"),
+        (Cell("mnist", "linear", 80, 1000.0, "objective"), "at most 500 for objective"),
+    ],
+)
+def test_the_reason_why_no_candidate_can_be_run_is_told(cell: Cell, reason: str) -> None:
+    with pytest.raises(dim.InputError, match=reason):
+        Bench(EFFORT).run(cell)
+
+
 def test_drawn_samples_are_paired_by_seed() -> None:
     pool = TASKS["mnist"].load(None)
     one, other = pool.draw(20, [1, 2]), pool.draw(20, [2, 1])

@@ -197,17 +197,22 @@ class Bench:
             return sum(0.0 if a is None else a for a in accuracy) / len(accuracy)
 
         best: tuple[float, list[float]] | None = None
+        reason = ""
         for number in range(trials):
             point = _next_point(method, number, trials, best)
             try:
                 reached = score(method.settings(point))
-            except InputError:
-                continue  # a candidate that this budget cannot pay, e.g. too little regularisation
+            except InputError as error:  # e.g. too little regularisation for this budget
+                reason = str(error)
+                continue
             if best is None or reached > best[0]:
                 best = (reached, point)
         if best is None:
             raise InputError(
-                "possible within the budget", name=f"a candidate of {method.key}", value=cell.name
+                "possible on the auxiliary data, within the budget",
+                name=f"a candidate of {method.key}",
+                value=cell.name,
+                remedy=f"The last one failed: {reason}",
             )
         settings = method.settings(best[1])
         if method.learn is not None:

@@ -24,6 +24,7 @@ from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 
 _MOST_ITERATIONS = 20_000
+_LARGEST_EPSILON = 500.0
 
 
 def lipschitz(private: Private) -> float:
@@ -139,7 +140,13 @@ class Spare:
 
     @classmethod
     def of(cls, budget: Budget) -> Spare:
-        """What is left for the exact mechanism."""
+        """What is left for the exact mechanism; InputError where ε is too large to be split."""
+        if budget.epsilon > _LARGEST_EPSILON:
+            raise InputError(
+                f"at most {_LARGEST_EPSILON:g} for objective perturbation",
+                name="epsilon",
+                value=budget.epsilon,
+            )
         small = budget.delta / (100 * (2 + math.exp(budget.epsilon)))
         epsilon = gaussian_epsilon(cls.mu, small) * (1 + 1e-9)
         left = budget.epsilon - 2 * epsilon
