@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import diminuendo as dim
+from diminuendo import _files
 from diminuendo.cli import main
 from diminuendo.compare import Bench, Cell, Effort, Entry, TableFolder, cells, summary
 from diminuendo.compare.data import TASKS, Pool
@@ -198,6 +200,37 @@ def test_another_effort_is_refused(tmp_path: Path) -> None:
     TableFolder(tmp_path, EFFORT)
     with pytest.raises(dim.InputError, match="trials"):
         TableFolder(tmp_path, Effort(trials=3, tuning_repeats=1, repeats=2))
+
+
+def test_of_two_that_begin_a_folder_at_once_with_other_efforts_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=10)
+    write = _files.write_text
+
+    def together(path: str | Path, text: str) -> None:
+        both.wait()
+        write(path, text)
+
+    monkeypatch.setattr(_files, "write_text", together)
+
+    def begin(trials: int) -> int:
+        try:
+            TableFolder(tmp_path, dataclasses.replace(EFFORT, trials=trials))
+        except dim.InputError:
+            return 0
+        return trials
+
+    with ThreadPoolExecutor(2) as pool:
+        begun = sum(pool.map(begin, (2, 3)))
+    assert json.loads((tmp_path / "setting.json").read_text())["trials"] == begun
+
+
+def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
+    TableFolder(tmp_path, EFFORT)
+    (tmp_path / "setting.json").write_text("[]")
+    with pytest.raises(dim.InputError, match="begun with"):
+        TableFolder(tmp_path, EFFORT)
 
 
 def test_a_spoilt_cell_is_refused(tmp_path: Path) -> None:

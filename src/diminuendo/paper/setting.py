@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,11 +146,14 @@ class ResultsFolder:
         wanted = json.loads(json.dumps(setting))
         marker = self.path / "setting.json"
         if not marker.exists():
-            _files.write_text(marker, json.dumps(wanted, indent=1, ensure_ascii=False))
-            return
+            self._begin(marker, json.dumps(wanted, indent=1, ensure_ascii=False))
         stored = _files.parse_json(
             _files.read_text(marker, name="the setting"), name="the setting", source=str(marker)
         )
+        if not isinstance(stored, dict):
+            raise InputError(
+                "the setting that the folder was begun with", name="the file", value=str(marker)
+            )
         differing = sorted(k for k in {*wanted, *stored} if wanted.get(k) != stored.get(k))
         if differing:
             raise InputError(
@@ -158,6 +163,21 @@ class ResultsFolder:
                 remedy=f"It was begun with other values of {', '.join(differing)}. Nothing was "
                 "changed.",
             )
+
+    @staticmethod
+    def _begin(marker: Path, text: str) -> None:
+        """Write the setting, unless another process does so first; then its setting counts."""
+        own = marker.with_name(f".{marker.name}.{uuid.uuid4().hex}")
+        _files.write_text(own, text)
+        try:
+            os.link(own, marker)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not marker.exists():
+                _files.write_text(marker, text)
+        finally:
+            own.unlink(missing_ok=True)
 
     def stored_or(self, name: str, compute: Callable[[], Any]) -> Any:
         """The part that is stored under this name, or the computed one, which is stored."""
