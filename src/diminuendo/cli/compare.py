@@ -27,7 +27,7 @@ def compare(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Some minutes on two cores: embedded digits, fewer runs."),
+        typer.Option("--quick", help="About a minute of CPU time: embedded digits, fewer runs."),
     ] = False,
     method: Annotated[
         list[str] | None, typer.Option(help="Only this method; may be repeated.")
