@@ -240,6 +240,16 @@ def test_a_spoilt_cell_is_refused(tmp_path: Path) -> None:
         folder.entries()
 
 
+def test_a_cell_under_another_name_is_refused(tmp_path: Path) -> None:
+    folder = TableFolder(tmp_path, EFFORT)
+    (cell,) = small(["uniform"])
+    folder.run([cell], Bench(EFFORT))
+    path = tmp_path / "runs" / f"{cell.name}.json"
+    path.rename(path.with_name(path.name.replace("80", "90")))
+    with pytest.raises(dim.InputError, match="the cell's file"):
+        folder.entries()
+
+
 def test_a_cell_of_another_definition_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

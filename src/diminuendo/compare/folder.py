@@ -66,7 +66,15 @@ class TableFolder:
 
     @staticmethod
     def _checked(entry: Entry, path: Path) -> Entry:
-        """Refuse a cell of a method that has other tuned numbers, or is not known, by now."""
+        """Refuse a cell under another name, or of a method that has other tuned numbers, or is not
+        known, by now."""
+        if entry.cell.name != path.stem:
+            raise InputError(
+                f"{entry.cell.name}.json, by what is in it",
+                name="the cell's file",
+                value=str(path),
+                remedy="Give it this name, or remove it.",
+            )
         known = METHODS.get(entry.cell.method)
         if known is None or known.digest != entry.definition:
             raise InputError(
