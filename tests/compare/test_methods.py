@@ -14,7 +14,7 @@ from torch import Tensor
 import diminuendo as dim
 from diminuendo import accounting
 from diminuendo.budget import Budget, gaussian_delta
-from diminuendo.compare import clips, factors, mixed, whole
+from diminuendo.compare import clips, descent, factors, mixed, whole
 from diminuendo.compare.auditing import audit_method
 from diminuendo.compare.methods import METHODS, correlated
 from diminuendo.compare.models import Linear, Network
@@ -475,3 +475,69 @@ def test_correlation_cannot_beat_the_lemma_for_one_influence_curve() -> None:
     for _ in range(50):
         other = np.tril(generator.random((10, 10))) + np.diag(generator.random(10) + 0.2)
         assert final_noise(other) >= w.sum() * (1 - 1e-9)
+
+
+def test_second_moments_have_the_noise_that_was_paid_for() -> None:
+    """Standard deviation σB²/N on the diagonal, and σB²/√2N off it, around the exact moments."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(400, 50, 4, generator=generator)
+    x = 0.5 * x / x.norm(dim=2, keepdim=True)
+    y = torch.zeros(400, 50, dtype=torch.int64)
+    secret = Private(Linear(4, 2), x, y, BUDGET, seeds=range(400), largest_norm=0.5)
+    released = secret.second_moments(sigma=4.0)
+    assert torch.equal(released, released.transpose(1, 2))
+    errors = (released - x.transpose(1, 2) @ x / 50) * 50 / (4.0 * 0.5**2)
+    diagonal = errors.diagonal(dim1=1, dim2=2)
+    above = errors[:, *torch.triu_indices(4, 4, 1)]
+    assert float(diagonal.std()) == pytest.approx(1.0, abs=0.07)
+    assert float(above.std()) == pytest.approx(math.sqrt(0.5), abs=0.05)
+    assert float(errors.mean()) == pytest.approx(0.0, abs=0.05)
+    assert [step.noise_multiplier for step in secret.granted()[0]] == [4.0]
+
+
+@pytest.mark.parametrize("length", [0.3, 1.0, 7.0])
+def test_one_example_moves_the_second_moments_no_further_than_the_bound(
+    length: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its features are: the sum changes by at most B² in the Frobenius norm."""
+    x, y = data()
+    x[:, 5] *= length / x[:, 5].norm(dim=1, keepdim=True)
+    sums: list[Tensor] = []
+
+    def noised(_: Private, given: Tensor, bound: float, *__: Any, **___: Any) -> Tensor:
+        assert bound == 1.0
+        sums.append(given)
+        return given
+
+    monkeypatch.setattr(Private, "noised", noised)
+    for rows in (x, without(x, 5)):
+        Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2]).second_moments(sigma=4.0)
+    moved = (sums[0] - sums[1]).norm(dim=1)
+    assert moved.tolist() == pytest.approx([min(length, 1.0) ** 2] * 2, rel=1e-5)
+
+
+def test_a_model_of_whitened_features_becomes_one_of_the_given_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is returned scores the given features as training saw the shortened ones."""
+    x, y = data()
+    x[:, :, 0] += 0.3
+    x = x / (1.2 * x.norm(dim=2).max())
+    secret = Private(Linear(7, 3), x, y, Budget(epsilon=200.0, delta=1e-5), seeds=[1, 2])
+    trained: dict[str, Any] = {}
+    real = descent.descend
+
+    def watched(turned: Private, *more: Any) -> Tensor:
+        trained["x"], trained["theta"] = turned._x, real(turned, *more)
+        return torch.as_tensor(trained["theta"])
+
+    monkeypatch.setattr(descent, "descend", watched)
+    run = METHODS["uniform-whitened"].run
+    assert run is not None
+    theta = run(secret, {"lr": 2.0, "clip": 0.1, "steps": 5})
+    assert float(trained["x"].norm()) < 0.8 * float(x.norm()), "some direction was shortened"
+    model = Linear(7, 3)
+    expected = model.outputs(trained["theta"], trained["x"])
+    assert torch.allclose(model.outputs(theta, x), expected, atol=1e-5)
+    again = Private(Linear(7, 3), x, y, Budget(epsilon=200.0, delta=1e-5), seeds=[1, 2])
+    assert torch.equal(run(again, {"lr": 2.0, "clip": 0.1, "steps": 5}), theta), "repeats itself"

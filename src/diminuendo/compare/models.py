@@ -49,11 +49,12 @@ class Layer(NamedTuple):
         """Σ_i factor_i · gradient_i, flat: (R, in × out)."""
         weighted = self.deltas * factors.unsqueeze(2)
         if not shared(self.inputs):
-            return (self.inputs.transpose(1, 2) @ weighted).flatten(1)
+            # The same product the other way round is several times slower on a CPU.
+            return (weighted.transpose(1, 2) @ self.inputs).transpose(1, 2).flatten(1)
         replicas, rows, out = weighted.shape
         beside = weighted.permute(1, 0, 2).reshape(rows, replicas * out)
-        total = (self.inputs[0].T @ beside).view(-1, replicas, out)
-        return total.permute(1, 0, 2).flatten(1)
+        total = (beside.T @ self.inputs[0]).view(replicas, out, -1)
+        return total.transpose(1, 2).flatten(1)
 
 
 class Model(ABC):

@@ -10,6 +10,7 @@ Neighbours are add-remove: one example is there, or contributes nothing; N is pu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ from diminuendo.spending import AdaptiveSpending, Spending
 Observer = Callable[[Tensor, float, float, Tensor | None], None]
 """Sees every noisy sum in units of its sensitivity, (R, parameters), its noise multiplier, its
 sampling rate, and which examples may be in it, (N,); None for all."""
+
+
+_ROWS = 10_000
+"""Examples at a time when all of them at once would be copied."""
 
 
 class DeclaredSpending(Spending):
@@ -181,6 +186,36 @@ class Private:
         )
         noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
         return noisy / self.facts.examples + most / 2
+
+    def second_moments(self, sigma: float) -> Tensor:
+        """Noisy second moments (1/N) Σ_i x_i x_iᵀ of the features, (R, features, features).
+
+        An example adds the matrix x xᵀ, of Frobenius norm |x|² ≤ B²: a longer x is cut to B.
+        """
+        self.pay(sigma)
+        largest, size = self.facts.largest_norm, self._x.shape[2]
+        factors = (largest / self._lengths.clamp(min=largest)).unsqueeze(2)
+        sums = torch.zeros(self.replicas, size, size)
+        for r, total in enumerate(sums):
+            for start in range(0, self.facts.examples, _ROWS):
+                rows = slice(start, start + _ROWS)
+                cut = self._x[r, rows] * factors[r, rows]
+                total += cut.T @ cut
+        noisy = self.noised(sums.flatten(1), largest**2, sigma, seen=False).view_as(sums)
+        return (noisy + noisy.transpose(1, 2)) / (2 * self.facts.examples)
+
+    def turned(self, change: Callable[[int, Tensor], Tensor]) -> Private:
+        """The same data with other features, at the expense of the same budget.
+
+        change  from the replica and its features, (N, features), to the new ones; decided by what
+                was released or is public, and for one example at a time
+        """
+        turned = copy.copy(self)
+        turned._x = torch.empty(self._x.shape)
+        for r, x in enumerate(self._x):
+            turned._x[r] = change(r, x)
+        turned._lengths = turned._x.norm(dim=2)
+        return turned
 
     def noises(self, mixing: Tensor) -> Tensor:
         """mixing · z for each replica, (R, T, parameters), z independent standard normal vectors

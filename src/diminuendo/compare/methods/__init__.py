@@ -19,11 +19,13 @@ from diminuendo.compare.methods import (
     stochastic,
     uniform,
     variance,
+    whitening,
 )
 from diminuendo.compare.methods.reported import CHECKED, NOT_COMPARED, REPORTED
 
 _FILES = (
     uniform,
+    whitening,
     schedules,
     adaptive,
     adaptive_rates,
