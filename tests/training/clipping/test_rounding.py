@@ -33,6 +33,7 @@ from diminuendo.training.clipping import engine as engines
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate, normal
 from diminuendo.training.clipping.contract import Factor, shared_size
 from diminuendo.training.clipping.layers import conv
+from diminuendo.training.clipping.products import VECTORS
 from diminuendo.training.clipping.rounding import row_norm, to_tf32
 from diminuendo.training.clipping.sums import Product
 
@@ -342,7 +343,8 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     assert error <= ALLOWANCE * clip.bound
 
 
-def test_projections_bound_the_error_of_the_worst_matrix() -> None:
+@pytest.mark.parametrize("count", [certificates._VECTORS, VECTORS])
+def test_projections_bound_the_error_of_the_worst_matrix(count: int) -> None:
     """An error of rank one is the hardest to see; 2000 draws, a false alarm in 2^-39."""
     errors = torch.zeros(6, 5, dtype=torch.float64)
     errors[2, 3] = 1.0
@@ -360,13 +362,13 @@ def test_projections_bound_the_error_of_the_worst_matrix() -> None:
     factors = torch.ones(1, dtype=torch.float64)
     found = []
     for _ in range(2000):
-        certificate = Certificate(1.0, 1.0, 6)
+        certificate = Certificate(1.0, 1.0, normal(6, count))
         certificate.measure(Known(), errors, factors)
         found.append(float(certificate.error()))
     assert min(found) >= 1.0
     assert sorted(found)[1000] < 60
-    exact = certificates._SHARE / certificates._VECTORS
-    chernoff = (exact * math.exp(1 - exact)) ** (certificates._VECTORS / 2)
+    exact = certificates.share_of(count) / count
+    chernoff = (exact * math.exp(1 - exact)) ** (count / 2)
     assert chernoff <= certificates.FAILURE
 
 

@@ -149,7 +149,7 @@ def test_terms_that_are_parts_of_one_norm_are_counted_once() -> None:
     factors = torch.ones(64, dtype=torch.float64)
     errors = []
     for count in (1, 60):
-        certificate = Certificate(1.0, ALLOWANCE, 0)
+        certificate = Certificate(1.0, ALLOWANCE, torch.zeros(0, 11, dtype=torch.float64))
         for _ in range(count):
             term = Rows(torch.randn(64, 5), factors)
             term.relax(ALLOWANCE / 2 / 64)

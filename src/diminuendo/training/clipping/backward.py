@@ -62,7 +62,12 @@ class Backward:
             self._refuse_direct_use(self._names[reached.index(True)], bool(arrived))
 
     def _ones_like(self, losses: Tensor) -> Tensor:
-        """Ones, made anew only if the last ones do not fit or somebody wrote on them."""
+        """Ones, made anew only if the last ones do not fit or somebody wrote on them.
+
+        A recording has its own: those of other batches may be gone when it is replayed.
+        """
+        if losses.is_cuda and torch.cuda.is_current_stream_capturing():
+            return torch.ones_like(losses)
         ones = self._ones
         if (
             ones.shape != losses.shape

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from diminuendo.training.clipping.certificate import Certificate
+from diminuendo.training.clipping.certificate import Certificate, normal, on_device
+from diminuendo.training.clipping.device import DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.lanes import Lanes
 from diminuendo.training.clipping.sums import Job, Product, Term, multiply
+from diminuendo.training.clipping.tape import WHOLE
 from diminuendo.training.cores import Beside
+from diminuendo.training.mechanism.kernels import sent
 
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
@@ -42,7 +47,11 @@ class Summation:
         self.checks = False
         """Whether some call had a sum of a shape that is checked, rather than known beforehand."""
         self.static = False
-        """Whether all sums are precise and in float64: nothing is decided by looking at data."""
+        """Whether nothing is decided by looking at data: what a GPU does not check is float64."""
+        self.key: Tensor | None = None
+        """The key of the random vectors, in a GPU's memory; None for a fresh one for each call."""
+        self.places: dict[int, Tensor] = {}
+        """Where the quick sums of some parameters may go, float32, on a GPU; by slot."""
 
     def parts(
         self,
@@ -58,7 +67,7 @@ class Summation:
         if not self.static and _tame(terms, sensitivity):
             for part in terms:
                 part.term.relax(_KNOWN * allowance / examples)
-        may_check = [part.term.checked and not self.static for part in terms]
+        may_check = [self._may_check(part) for part in terms]
         self.checks = self.checks or any(may_check)
         quick = [
             may and part.slot not in self.precise
@@ -67,7 +76,7 @@ class Summation:
         self.precise = {slot: left - 1 for slot, left in self.precise.items() if left > 1}
         checked = [position for position, fast in enumerate(quick) if fast]
         longest = max([terms[position].term.probes() for position in checked], default=0)
-        certificate = Certificate(sensitivity, allowance, longest)
+        certificate = Certificate(sensitivity, allowance, self._vectors(terms, longest))
         multiply(
             [
                 Job(part.term, certificate.vectors(part.term), quick=True)
@@ -78,20 +87,53 @@ class Summation:
             ],
             beside,
         )
-        sums = []
-        for (_, _, term, row), fast in zip(terms, quick, strict=True):
-            sums.append(term.quick() if fast else term.precise())
-            if fast:
-                certificate.measure(term, sums[-1], row)
-            else:
-                certificate.count(term, row)
-        if not checked or certificate.holds():
+        sums: list[Tensor] = []
+        lanes = Lanes(terms[0].factors.device) if terms else None
+        for part, fast in zip(terms, quick, strict=True):
+            sums.append(self._quick(part, certificate) if fast else part.term.precise())
+            if not fast:
+                certificate.count(part.term, part.factors)
+            elif lanes is not None:
+                certificate.measure(part.term, sums[-1], part.factors, lanes)
+        if not checked or lanes is None:
             return sums
-        for position, excessive in zip(checked, certificate.excessive(), strict=True):
-            sums[position] = terms[position].term.precise()
-            if excessive:
-                self.precise[terms[position].slot] = _CAUTION
+        lanes.join()
+        on_device = [place for place in checked if isinstance(terms[place].term, DeviceTerm)]
+        if on_device:
+            holds = certificate.flag()
+            for place in on_device:
+                if examples * 2.0**-24 > allowance / 4:  # too many for a float32 sum taken again
+                    sums[place] = sums[place].double()
+                cast(DeviceTerm, terms[place].term).repair(sums[place], holds)
+        elif not certificate.holds():
+            for position, excessive in zip(checked, certificate.excessive(), strict=True):
+                sums[position] = terms[position].term.precise()
+                if excessive:
+                    self.precise[terms[position].slot] = _CAUTION
         return sums
+
+    def _may_check(self, part: Located) -> bool:
+        """Whether a sum may be quick: one on a GPU is decided about there, whatever the data."""
+        if isinstance(part.term, DeviceTerm):
+            return True
+        return part.term.checked and not self.static and not part.factors.is_cuda
+
+    def _vectors(self, terms: list[Located], longest: int) -> Tensor:
+        device = terms[0].factors.device if terms else torch.device("cpu")
+        if not longest or device.type == "cpu":
+            return normal(longest)
+        key = sent(os.urandom(32), device) if self.key is None else self.key
+        return on_device(longest, key)
+
+    def _quick(self, part: Located, certificate: Certificate) -> Tensor:
+        term, place = part.term, self.places.get(part.slot)
+        if not isinstance(term, DeviceTerm):
+            return term.quick()
+        if place is not None and part.rows is not WHOLE:
+            place = place[part.rows]
+        if place is not None:
+            place = place.view(term.probes(), -1)
+        return term.quick_into(place, certificate.vectors(term))
 
 
 def _tame(terms: list[Located], sensitivity: float) -> bool:

@@ -79,6 +79,11 @@ class Flat:
         """Factors for the norms ``(N,)``; a zero gradient gets the factor 1."""
         return _over(self.bound, norms).clamp_(max=1.0)
 
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """(bound, shift, most): the factor is bound / (norm + shift), at most the last."""
+        return self.bound * _DOWN, 0.0, 1.0
+
 
 @dataclass(frozen=True)
 class Automatic:
@@ -108,6 +113,11 @@ class Automatic:
     def factors(self, norms: Tensor) -> Tensor:
         """Factors for the norms ``(N,)``; a zero gradient gets ``C / gamma`` times 0."""
         return _over(self.bound, norms + self.gamma)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """(bound, shift, most): the factor is bound / (norm + shift), at most the last."""
+        return self.bound * _DOWN, self.gamma, math.inf
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ norm, so that an example is never taken to be smaller than it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,8 +28,10 @@ from diminuendo.training.clipping.rounding import (
     TF32,
     above,
     cancelled,
+    coarse,
     gamma,
     row_norm,
+    single_unit,
     smallest,
     unit,
 )
@@ -43,6 +46,8 @@ _BLOCK = 1 << 23
 _TAME = 2.0**-30, 2.0**50
 # Inner products with a larger relative error than this are taken in float64.
 LOOSE = 2.0**-7
+# Entries that a matrix product adds up at a time for an inner product.
+_WIDE = 1 << 12
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -57,6 +62,14 @@ def spread(factors: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 2:
         return factors.unsqueeze(1)
     return factors.view(-1, *([1] * (like.dim() - 1)))
+
+
+def scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """``factors[i] x[i]``; on a GPU rounded to TF32 where it multiplies in TF32, and zero where the
+    factor is."""
+    if kernels.serves(x) or kernels.halved(x):
+        return kernels.scale_rows(x, factors, rounded=coarse(x))
+    return x * spread(factors.to(x.dtype), x)
 
 
 def weighted(factors: Tensor, per_example: Tensor) -> Tensor:
@@ -86,6 +99,8 @@ class Size(NamedTuple):
 
 def gram_size(u: Tensor, v: Tensor) -> Size:
     """The size of ``U_i^T V_i`` by Gram matrices, in blocks of examples to bound the memory."""
+    if _in_tiles(u, v):
+        return _size_in_tiles(u, v)
     examples, tokens = u.shape[0], u.shape[1]
     block = max(1, _BLOCK // max(1, 2 * tokens * tokens))
     if block >= examples:
@@ -95,6 +110,45 @@ def gram_size(u: Tensor, v: Tensor) -> Size:
         for start in range(0, examples, block)
     ]
     return joined(parts)
+
+
+def _in_tiles(u: Tensor, v: Tensor) -> bool:
+    """Whether a kernel forms Gram matrices a tile at a time: of tokens one after the other."""
+    fits = u.dim() == 3 and u.dtype is v.dtype and (kernels.serves(u) or kernels.halved(u))
+    return fits and u.stride(2) == v.stride(2) == 1
+
+
+def _size_in_tiles(u: Tensor, v: Tensor) -> Size:
+    rough, single, part = unit(u), single_unit(u), kernels.width_of(u)
+
+    def of(width: int) -> float:
+        short, long = gamma(part, rough), gamma(width // part + 2, single)
+        return short + long + short * long
+
+    tokens, rows, cols = u.shape[1], u.shape[2], v.shape[2]
+    bound = _bound(u, tokens, (rows, cols), (of(rows), of(cols)), rough)
+    return Size(*kernels.gram_size(u, v, bound, rounded=rough != single))
+
+
+def _bound(
+    like: Tensor, tokens: int, widths: Sequence[int], gammas: Sequence[float], rough: float
+) -> kernels.Bound:
+    """The numbers of docs/rounding.md, lemma 3, for inner products of these widths."""
+    lost, (of_rows, of_cols) = smallest(like), gammas
+    under = [3.0 * width * lost for width in widths]
+    return kernels.Bound(
+        row_scale=1 + 2 * of_rows + 4 * rough,
+        row_loss=2 * widths[0] * lost,
+        col_scale=1 + 2 * of_cols + 4 * rough,
+        col_loss=2 * widths[1] * lost,
+        terms=above(tokens),
+        slack=of_rows + of_cols + of_rows * of_cols + 4 * rough + 4 * tokens * tokens * DOUBLE,
+        under_rows=under[0],
+        under_cols=under[1],
+        rest=tokens * tokens * (under[0] * under[1] + lost),
+        norm=above(8),
+        floor=1 / cancelled(like),
+    )
 
 
 def joined(parts: list[Size]) -> Size:
@@ -108,7 +162,7 @@ def product_size(u: Tensor, v: Tensor) -> tuple[Size | None, Tensor | None]:
     """The size of ``U_i^T V_i`` by Gram matrices, or the products where forming them is cheaper."""
     tokens, rows, cols = u.shape[1], u.shape[2], v.shape[2]
     if tokens > 1 and instantiating_pays(tokens, rows, cols):
-        return None, torch.bmm(u.mT, v)
+        return None, _bmm(u.mT, v)
     return gram_size(u, v), None
 
 
@@ -117,7 +171,17 @@ def product_weighted(u: Tensor, v: Tensor, factors: Tensor) -> Tensor:
 
     ``u`` and ``v`` are ``(N, T, *)``, or ``(N, *)`` where each example has one token.
     """
-    return torch.mm(*_folded(u, v, factors))
+    left, right = _folded(u, v, factors)
+    if kernels.halved(left):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right)
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    """Products that are added up, and kept, in float32 at least."""
+    if kernels.halved(left):
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left, right)
 
 
 def add_product_weighted(
@@ -130,9 +194,9 @@ def add_product_weighted(
 def _folded(u: Tensor, v: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Two matrices whose product is the weighted sum; the narrower one carries the factors."""
     if u.shape[-1] <= v.shape[-1]:
-        u = u * spread(factors, u)
+        u = scaled(u, factors)
     else:
-        v = v * spread(factors, v)
+        v = scaled(v, factors)
     if u.dim() == 3:
         u, v = u.reshape(-1, u.shape[2]), v.reshape(-1, v.shape[2])
     return u.t(), v
@@ -171,24 +235,24 @@ class Factor:
         """``<G_i, G'_i>`` for each example, by the Gram identity."""
         return (
             self._row_products(other)
-            .mul_(torch.bmm(self.cols, other.cols.mT))
+            .mul_(_inner_products(self.cols, other.cols))
             .sum((1, 2), dtype=torch.float64)
         )
 
     def gram(self) -> tuple[Tensor, Tensor]:
         """Inner products of the rows of each example, and of its columns, ``(N, T, T)`` each."""
-        return self._row_products(self), torch.bmm(self.cols, self.cols.mT)
+        return self._row_products(self), _inner_products(self.cols, self.cols)
 
     def _row_products(self, other: Factor) -> Tensor:
         if self.indexed and other.indexed:
             same = self.rows.unsqueeze(2) == other.rows.unsqueeze(1)
-            return same.to(self.cols.dtype)
+            return same.to(upcast(self.cols[:0]).dtype)
         if other.indexed:
             index = other.rows.unsqueeze(1).expand(-1, self.rows.shape[1], -1)
-            return self.rows.gather(2, index)
+            return upcast(self.rows.gather(2, index))
         if self.indexed:
             return other._row_products(self).mT.contiguous()
-        return torch.bmm(self.rows, other.rows.mT)
+        return _inner_products(self.rows, other.rows)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Upper bounds of ``||r_t||`` and ``||c_t||``, ``(N, T)`` in float64."""
@@ -199,6 +263,30 @@ class Factor:
         """An upper bound of ``sum_t ||r_t|| ||c_t||``, ``(N,)`` in float64."""
         rows, cols = self.lengths()
         return (rows * cols).sum(1).mul_(above(cols.shape[1]))
+
+
+def _inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Of the tokens of each example, ``(N, T, T')``; of wide ones a part of the width at a time."""
+    width = left.shape[2]
+    if left.dtype is not right.dtype:
+        left, right = upcast(left), upcast(right)
+    if width <= _WIDE:
+        return _bmm(left, right.mT)
+    total: Tensor | None = None
+    for part, other in zip(torch.split(left, _WIDE, 2), torch.split(right, _WIDE, 2), strict=True):
+        product = _bmm(part, other.mT)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total
+
+
+def _of_inner(width: int, factors: Sequence[Factor]) -> float:
+    """The relative error of inner products of this width."""
+    rough = max(unit(factor.cols) for factor in factors)
+    if width <= _WIDE:
+        return gamma(width, rough)
+    short, long = gamma(_WIDE, rough), gamma(width // _WIDE + 2, single_unit(factors[0].cols))
+    return short + long + short * long
 
 
 def _lengths(tokens: Tensor) -> Tensor:
@@ -219,49 +307,34 @@ def shared_size(factors: list[Factor]) -> Size:
         )
         factors = [factor for factor in factors if factor.indexed] + [joined]
     cols = factors[0].cols
-    floor = 1 / cancelled(cols)
     widths = [max(sizes) for sizes in zip(*[factor.widths for factor in factors], strict=True)]
-    if sum(gamma(width, unit(cols)) for width in widths) > LOOSE:
+    if sum(_of_inner(width, factors) for width in widths) > LOOSE:
         factors = [factor.double() for factor in factors]
         cols = factors[0].cols
-    rough, lost = unit(cols), smallest(cols)
+    rough = max(unit(factor.cols) for factor in factors)
     tokens = sum(factor.cols.shape[1] for factor in factors)
-    of_rows, of_cols = (gamma(width, rough) for width in widths)
-    slack = of_rows + of_cols + of_rows * of_cols + 4 * rough + 4 * tokens * tokens * DOUBLE
-    under = [3.0 * width * lost for width in widths]
-    rest = tokens * tokens * (under[0] * under[1] + lost)
+    gammas = [_of_inner(width, factors) for width in widths]
+    bound = _bound(cols, tokens, widths, gammas, rough)
     if len(factors) == 1 and not factors[0].indexed and kernels.serves(cols):
-        bound = kernels.Bound(
-            row_scale=1 + 2 * of_rows + 4 * rough,
-            row_loss=2 * widths[0] * lost,
-            col_scale=1 + 2 * of_cols + 4 * rough,
-            col_loss=2 * widths[1] * lost,
-            terms=above(tokens),
-            slack=slack,
-            under_rows=under[0],
-            under_cols=under[1],
-            rest=rest,
-            norm=above(8),
-            floor=floor,
-        )
-        return Size(*kernels.gram_size(*factors[0].gram(), bound))
+        return Size(*kernels.gram_size_of_matrices(*factors[0].gram(), bound))
     lengths = [factor.lengths() for factor in factors]
     a, b = (torch.cat(sides, 1) for sides in zip(*lengths, strict=True))
-    terms = (a * b).sum(1).mul_(above(tokens))
+    terms = (a * b).sum(1).mul_(bound.terms)
     total = factors[0].inner(factors[0])
     for position, factor in enumerate(factors[1:], 1):
         total = total + factor.inner(factor)
         for earlier in factors[:position]:
             total = total + 2 * factor.inner(earlier)
-    square = terms.square().mul_(slack)
-    square.add_(b.sum(1).square_(), alpha=under[0]).add_(a.sum(1).square_(), alpha=under[1])
-    square.add_(rest)
+    square = terms.square().mul_(bound.slack)
+    square.add_(b.sum(1).square_(), alpha=bound.under_rows)
+    square.add_(a.sum(1).square_(), alpha=bound.under_cols)
+    square.add_(bound.rest)
     square.add_(total.clamp(min=0.0))
-    norm = square.sqrt_().mul_(above(8))
+    norm = square.sqrt_().mul_(bound.norm)
     norm = torch.where(total.isfinite(), norm, torch.inf)
     if cols.dtype is torch.float32 and not cols.is_cuda:
         _measure_odd(factors, a, b, norm)
-    return Size(torch.where(terms == 0, 0.0, norm.maximum(terms * floor)), terms)
+    return Size(torch.where(terms == 0, 0.0, norm.maximum(terms * bound.floor)), terms)
 
 
 def _measure_odd(factors: list[Factor], a: Tensor, b: Tensor, norm: Tensor) -> None:

@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diminuendo.training.clipping import kernels
 from diminuendo.training.clipping.backward import Backward
 from diminuendo.training.clipping.certificate import ALLOWANCE
 from diminuendo.training.clipping.certified import Buffers, Summation, check_request
-from diminuendo.training.clipping.clip import Clip
+from diminuendo.training.clipping.clip import Automatic, Clip, Flat
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.marks import Made
@@ -43,6 +44,7 @@ from diminuendo.training.clipping.registry import forward_for, owned_parameters
 from diminuendo.training.clipping.reports import Group, Norms
 from diminuendo.training.clipping.rounding import (
     TF32,
+    above,
     coarse,
     joint_norm,
 )
@@ -234,6 +236,7 @@ class Engine:
         share: float = 1.0,
         real: Tensor | None = None,
         beside: Beside | None = None,
+        places: Sequence[Tensor] | None = None,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -250,7 +253,8 @@ class Engine:
         ``real`` says which rows are examples, shape ``(N,)``, bool; all of them unless given. The
         others fill the batch up: they contribute exactly zero, whatever their gradients are.
         ``beside`` is work that a core does while others multiply, if several do; it may be left
-        undone.
+        undone. ``places`` are memory on a GPU, float32, one for each parameter: instead of adding
+        float64 to buffers, certified sums are returned as they come, some of them in there.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -262,9 +266,18 @@ class Engine:
         allowance = ALLOWANCE * share if certify else None
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
+                return self._clipped_sum(
+                    losses, clip, accumulate, scale, allowance, real, beside, places
+                )
             with torch.autocast(device, enabled=False):
-                return self._clipped_sum(losses, clip, accumulate, scale, allowance, real, beside)
+                return self._clipped_sum(
+                    losses, clip, accumulate, scale, allowance, real, beside, places
+                )
+
+    def draw_with(self, key: Tensor | None) -> None:
+        """Take the random vectors of checks on a GPU from the key that lies in this memory, which
+        is another one in each call, rather than from a fresh one."""
+        self._summation.key = key
 
     @property
     def checks(self) -> bool:
@@ -293,6 +306,7 @@ class Engine:
         allowance: float | None,
         real: Tensor | None,
         beside: Beside | None,
+        places: Sequence[Tensor] | None,
     ) -> ClippedSum:
         if losses.shape[0] == 0:
             dtype = None if allowance is None else torch.float64
@@ -303,25 +317,36 @@ class Engine:
         groups = [Group() for _ in self.layers] if clip.per_layer else [Group()]
         for slot, report in collected.finish(self.parameters):
             groups[self._layer_of[slot] if clip.per_layer else 0].add(slot, report)
-        norms, factors = self._factors(groups, clip, losses)
-        if real is not None:
-            factors = [torch.where(real, row, 0.0) for row in factors]
+        decided = self._decided_at_once(groups[0], clip, real)
+        if decided is not None:
+            norms = decided.norms
+            factors: Sequence[Tensor] = [decided.lower if allowance is None else decided.factors]
+        else:
+            norms, factors = self._factors(groups, clip, losses)
+            if real is not None:
+                factors = [torch.where(real, row, 0.0) for row in factors]
+            if allowance is None:
+                factors = [self._lower(row) for row in factors]
         live, collected.live = collected.live, []
-        if allowance is None:
-            factors = [self._lower(row) for row in factors]
         scaled = Scaled(self.parameters, self._slot, self._layer_of, live, groups, factors)
         sums: list[Tensor] | None = None
         if allowance is None and self._may_sum_twice(live, losses, accumulate):
             sums = scaled.sums(accumulate, scale, keep=True)
-        finite = norms.isfinite() if self.static else _unless_all_finite(norms)
+        if decided is not None:
+            finite: Tensor | None = decided.finite
+        else:
+            finite = norms.isfinite() if self.static else _unless_all_finite(norms)
         if finite is not None:
             sums = None
             scaled.purge(finite)
-        if allowance is not None:
+        summation = self._summation
+        summation.static = self.static
+        if allowance is not None and places is not None:
+            sums = scaled.certified(places, summation, clip.sensitivity, allowance)
+        elif allowance is not None:
             sums = self.zeros(torch.float64) if accumulate is None else made(accumulate)
             check_request(sums)
-            self._summation.static = self.static
-            scaled.add_certified(sums, self._summation, clip.sensitivity, allowance, beside)
+            scaled.add_certified(sums, summation, clip.sensitivity, allowance, beside)
         elif sums is None:
             sums = scaled.sums(accumulate, scale)
         for piece in live:
@@ -330,6 +355,23 @@ class Engine:
             norms = torch.where(real, norms, 0.0)
             finite = None if finite is None else finite | ~real
         return ClippedSum(sums, norms, finite)
+
+    def _decided_at_once(
+        self, group: Group, clip: Clip, real: Tensor | None
+    ) -> kernels.Clipped | None:
+        """Norms and factors by one kernel, where a GPU is not to be waited for."""
+        if not self.static or not isinstance(clip, (Flat, Automatic)):
+            return None
+        parts = group.parts()
+        if not parts or not kernels.available or not parts[0].is_cuda:
+            return None
+        if upcast(self.parameters[0].detach()).dtype is torch.float64:
+            return None
+        return kernels.clip_norms(
+            torch.cat(parts).view(len(parts), -1),
+            real,
+            (above(len(parts) + 8), *clip.numbers, _DOWN),
+        )
 
     def _lower(self, factors: Tensor) -> Tensor:
         """The factors in the type of the gradients, not above what they were."""
@@ -386,12 +428,21 @@ class Engine:
             or (self._probed is not None and self._probed() is losses)
         ):
             return
-        key = (self._root.shape, examples if examples in self._sizes else None)
-        self._uses[key] += 1
-        uses = self._uses[key]
+        use = self.use_of(losses)
+        self.count_use(use)
+        uses = self._uses[use]
         if uses & (uses - 1) == 0:
             self.probe(losses)
         self._probed = weakref.ref(losses)
+
+    def use_of(self, losses: Tensor) -> Hashable:
+        """What counts as one shape of the batch that was last seen."""
+        examples = losses.shape[0]
+        return (self._root.shape, examples if examples in self._sizes else None)
+
+    def count_use(self, use: Hashable) -> None:
+        """One more use of a shape: `probe_if_due` counts its own."""
+        self._uses[use] += 1
 
     def probe(self, losses: Tensor) -> None:
         """Raise :class:`MixedExamples` unless every gradient row belongs to one example.

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import Factor, upcast
+from diminuendo.training.clipping.device import DeviceProduct, serves
 from diminuendo.training.clipping.layers.linear import LinearPiece
 from diminuendo.training.clipping.lift import LiftPiece, MetPiece, Placed
 from diminuendo.training.clipping.marks import Made
 from diminuendo.training.clipping.rows import TAG, Rows
-from diminuendo.training.clipping.sums import Product, Term
+from diminuendo.training.clipping.sums import Known, Product, Term
 from diminuendo.training.clipping.sums import Rows as SumRows
 from diminuendo.training.clipping.tape import WHOLE
 
@@ -66,10 +67,13 @@ class ProductPiece(Placed, LinearPiece):
     def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
         if not self.flipped or param is not self.weight:
             return super().terms(param, factors)
+        if self._pair is not None:
+            return [(WHOLE, Known(lambda: self._rows_summed(factors)[0].t(), self.examples))]
         if self._products is not None:
             return [(WHOLE, SumRows(self._products.mT, factors))]
         assert self.inputs is not None
-        return [(WHOLE, Product(self.inputs, self._u(), factors, self._terms))]
+        kind = DeviceProduct if serves(self._u(), self.inputs) else Product
+        return [(WHOLE, kind(self.inputs, self._u(), factors, self._terms))]
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         value = super().instantiate(param)

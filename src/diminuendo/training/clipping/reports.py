@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from diminuendo.training.clipping.contract import shared_size, upcast
+from diminuendo.training.clipping.lanes import Lanes
 from diminuendo.training.clipping.lift import MetPiece, returned
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
@@ -41,14 +42,18 @@ class Group:
         else:
             self._rows.append((slot, value if value.dim() == 2 else value.flatten(1)))
 
-    def norms(self) -> Tensor | None:
-        """The norms of all together, or None if there is nothing."""
-        terms = self._norms
-        if self._rows:
+    def parts(self) -> list[Tensor]:
+        """Norms whose squares add up to that of all together; none if there is nothing."""
+        if self._rows and self._joined is None:
             rows = [value for _, value in self._rows]
             self._joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-            terms.append(row_norm(self._joined))
-        return joint_norm(terms) if terms else None
+            self._norms.append(row_norm(self._joined))
+        return self._norms
+
+    def norms(self) -> Tensor | None:
+        """The norms of all together, or None if there is nothing."""
+        parts = self.parts()
+        return joint_norm(parts) if parts else None
 
     def purge(self, keep: Tensor) -> None:
         """Set the rows of the examples that are not kept to zero."""
@@ -88,6 +93,7 @@ class Norms:
         self.slot, self.examples, self.root = slot, examples, root
         self.live: list[Piece] = []
         self._reports: list[tuple[int, Report]] = []
+        self._lanes: Lanes | None = None
         self._seen: set[int] = set()
 
     def arrive(self, piece: Piece) -> None:
@@ -114,6 +120,8 @@ class Norms:
         for piece in self.live:
             if not piece.processed:
                 self._process(piece)
+        if self._lanes is not None:
+            self._lanes.join()
         with self.root.again(self.examples):  # checkpoints run forward again
             back = returned([p for p in self.live if isinstance(p, MetPiece)], self.examples)
         if back is not None:
@@ -144,6 +152,14 @@ class Norms:
         if not todo:
             return
         piece.measured |= todo
+        if piece.briefly and todo:
+            if self._lanes is None:
+                self._lanes = Lanes(piece.params[0].device)
+            self._lanes.do(lambda: self._report(piece, todo))
+        else:
+            self._report(piece, todo)
+
+    def _report(self, piece: Piece, todo: set[int]) -> None:
         for report in piece.measure(todo):
             key, kind, value = report
             if kind is Kind.ROWS:

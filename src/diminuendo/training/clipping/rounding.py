@@ -38,9 +38,14 @@ def cached(like: Tensor) -> int:
 
 def unit(like: Tensor) -> float:
     """Unit roundoff of one addition in a matrix product of this type."""
-    if coarse(like):
+    if coarse(like) or kernels.halved(like):
         return _TENSOR_CORE
     return _HALF if _reduced(like) else _UNITS[like.dtype]
+
+
+def single_unit(like: Tensor) -> float:
+    """Unit roundoff of an addition outside of matrix products."""
+    return _UNITS[_summed(like)]
 
 
 def _reduced(like: Tensor) -> bool:
@@ -62,13 +67,18 @@ def _reduced(like: Tensor) -> bool:
 
 def smallest(like: Tensor) -> float:
     """What one operation may lose to underflow, absolutely."""
-    return _SMALLEST[like.dtype]
+    return _SMALLEST[_summed(like)]
 
 
 def cancelled(like: Tensor) -> float:
     """How many times what is taken for the norm ``sum_t ||u_t|| ||v_t||`` is at most: an example
     whose terms cancel further is clipped as if they did not."""
-    return _CANCELLED[like.dtype]
+    return _CANCELLED[_summed(like)]
+
+
+def _summed(like: Tensor) -> torch.dtype:
+    """The type in which products of such numbers are added up."""
+    return torch.float32 if kernels.halved(like) else like.dtype
 
 
 def gamma(length: int, unit_: float) -> float:
@@ -88,7 +98,7 @@ def row_norm(per_example: Tensor) -> Tensor:
     Too large by at most 2^-13 of the norm (docs/rounding.md, lemma 1).
     """
     flat = per_example if per_example.dim() == 2 else per_example.flatten(1)
-    if kernels.serves(flat) and flat.numel():
+    if (kernels.serves(flat) or kernels.halved(flat)) and flat.numel():
         return kernels.row_squares(flat).sqrt_().mul_(above(flat.shape[1]))
     if flat.dtype is torch.float64 or flat.is_cuda or not flat.numel():
         return _double_norm(flat)

@@ -94,6 +94,43 @@ class Scaled:
                 # Adding a transposed matrix takes longer than transposing it first.
                 total.add_(part.contiguous().view(total.shape))
 
+    def certified(
+        self,
+        places: Sequence[Tensor],
+        summation: Summation,
+        sensitivity: float,
+        allowance: float,
+    ) -> list[Tensor]:
+        """The same sums on their own, float32 or float64, each contiguous and in the shape of its
+        parameter; those that are float32 lie in ``places``."""
+        terms = self._terms()
+        users = Counter(term.slot for term in terms if term.rows is WHOLE)
+        users.update({term.slot for term in terms if term.rows is not WHOLE})
+        summation.places = {slot: places[slot] for slot, count in users.items() if count == 1}
+        try:
+            parts = summation.parts(terms, len(self._factors[0]), sensitivity, allowance)
+        finally:
+            summation.places = {}
+        found: list[Tensor | None] = [None] * len(places)
+        for (slot, rows, _, _), part in zip(terms, parts, strict=True):
+            shape, total = places[slot].shape, found[slot]
+            if rows is WHOLE and total is None:
+                found[slot] = part.contiguous().view(shape)
+            elif part.dtype is torch.float32 and users[slot] == 1:
+                found[slot] = places[slot]  # the rows are there already
+            else:
+                if total is None:
+                    total = places[slot].new_zeros(shape, dtype=torch.float64)
+                elif total.dtype is torch.float32:
+                    total = total.double()
+                target = total if rows is WHOLE else total[rows]
+                target.add_(part.view(target.shape))
+                found[slot] = total
+        return [
+            place.zero_() if total is None else total
+            for place, total in zip(places, found, strict=True)
+        ]
+
     def _terms(self) -> list[Located]:
         """Everything that the sums consist of."""
         terms: list[Located] = []

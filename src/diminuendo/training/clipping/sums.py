@@ -12,7 +12,7 @@ product ``U_i^T V_i`` is that of its two tensors in real numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +96,20 @@ class Term:
         if self.terms is None:
             return len(factors) * bound * self.cancelled
         return torch.dot(factors, torch.where(factors > 0, self.terms, 0.0))
+
+
+@dataclass
+class Known(Term):
+    """Rows of ``examples`` that a GPU adds up in float64 when it is asked to."""
+
+    total: Callable[[], Tensor]
+    examples: int
+
+    def __post_init__(self) -> None:
+        self.error = DOUBLE * (self.examples + 8)
+
+    def precise(self) -> Tensor:
+        return self.total()
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from diminuendo.training.clipping import kernels
 from diminuendo.training.clipping.contract import Factor
 from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.sums import Term
@@ -130,6 +131,11 @@ class Piece:
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         """Take the output gradients; False if none arrived (the layer had no effect)."""
         raise NotImplementedError
+
+    @property
+    def briefly(self) -> bool:
+        """Whether `measure` takes little, and reads nothing but what the piece keeps."""
+        return False
 
     def measure(self, wanted: set[int]) -> list[Report]:
         """What the norms follow from, for the parameters whose ``id`` is wanted."""
@@ -342,6 +348,14 @@ def trained(param: Tensor | None) -> nn.Parameter | None:
 
 
 def kept_rows(tensor: Tensor, keep: Tensor) -> Tensor:
-    """``tensor`` with the rows of the examples that are not kept set to zero."""
+    """``tensor`` with the rows of the examples that are not kept set to zero.
+
+    While steps are recorded on a GPU that happens in place, in memory that belongs to the
+    recording: one look at ``keep`` in place of a pass over the tensor.
+    """
+    recorded = kernels.available and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if recorded and len(tensor) > 1 and tensor.is_contiguous() and tensor.numel():
+        kernels.zero_rows(tensor, keep)
+        return tensor
     mask = keep.view(-1, *([1] * (tensor.dim() - 1)))
     return torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

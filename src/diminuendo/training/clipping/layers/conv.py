@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diminuendo.training.clipping import device, kernels
 from diminuendo.training.clipping.contract import (
     LOOSE,
     Factor,
     Size,
     gram_size,
     joined,
+    scaled,
     spread,
     upcast,
     weighted,
 )
+from diminuendo.training.clipping.device import DeviceConvolved
 from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.rounding import (
     DOUBLE,
@@ -139,7 +142,7 @@ class ConvPiece(Piece):
             return weighted(factors, self._kept)
         grads = self._b()
         return self.weight_gradient(
-            grads * spread(factors, grads), self._x(), param.detach(), self.module.groups
+            scaled(grads, factors), self._x(), param.detach(), self.module.groups
         )
 
     def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
@@ -147,6 +150,8 @@ class ConvPiece(Piece):
             return [(WHOLE, Rows(self._per_example_bias(), factors))]
         if self._kept is not None:
             return [(WHOLE, Rows(self._kept, factors))]
+        if device.serves_convolutions(self._b(), self._x(), self.module.groups):
+            return [(WHOLE, DeviceConvolved(self, self._b(), self._x(), factors, self._terms))]
         return [(WHOLE, _Convolved(self, self._b(), self._x(), factors, self._terms))]
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
@@ -299,10 +304,14 @@ class ConvPiece(Piece):
         total: Tensor = result[1]
         return total
 
-    def unfolded(self, x: Tensor) -> Tensor:
-        """The input patches ``(N, C_in k_1 ... k_n, T)``, in the order of the weight."""
+    def unfolded(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """The input patches ``(N, C_in k_1 ... k_n, T)``, in the order of the weight; where
+        ``skip`` is true on a GPU, memory that holds anything."""
         module, examples = self.module, x.shape[0]
         spatial = len(self.padding)
+        if spatial == 2 and kernels.serves(x):
+            sizes = module.kernel_size, module.stride, self.padding, module.dilation
+            return kernels.unfold(x, kernels.Window(*[cast(Any, tuple(s)) for s in sizes]), skip)
         if any(self.padding):
             sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
             x = F.pad(x, sides)

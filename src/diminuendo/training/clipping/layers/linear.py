@@ -13,19 +13,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diminuendo.training.clipping import kernels, products
 from diminuendo.training.clipping.contract import (
     Factor,
     Size,
     add_product_weighted,
+    instantiating_pays,
     product_size,
     product_weighted,
     upcast,
     weighted,
 )
+from diminuendo.training.clipping.device import DeviceProduct, keeps_half, serves
 from diminuendo.training.clipping.errors import EngineError, place
-from diminuendo.training.clipping.rounding import above, coarse, row_norm, to_tf32
-from diminuendo.training.clipping.sums import Column, Product, Rows, Term
-from diminuendo.training.clipping.tape import WHOLE, Kind, Piece, Report, Tape, trained
+from diminuendo.training.clipping.rounding import TF32, above, coarse, row_norm, to_tf32
+from diminuendo.training.clipping.sums import Column, Known, Product, Rows, Term
+from diminuendo.training.clipping.tape import (
+    WHOLE,
+    Kind,
+    Piece,
+    Report,
+    Tape,
+    kept_rows,
+    trained,
+)
+
+# Products for which a GPU takes float64 wherever float32 would do.
+_FEW = 1 << 28
 
 
 class LinearPiece(Piece):
@@ -48,18 +62,35 @@ class LinearPiece(Piece):
         self._totals: Tensor | None = None
         self._terms: Tensor | None = None
         self._product: Product | None = None
+        self._pair: tuple[Tensor, Tensor] | None = None
+        """On a GPU, the norms of one token's gradients and of its products."""
+        self._summed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def receive(self, grads: Sequence[Tensor | None]) -> bool:
         grad = grads[0]
         if grad is None:
             return False
-        self.grads = self._by_tokens(upcast(grad))
+        self.tokens = grad.shape[:-1].numel() // self.examples
+        half = keeps_half(grad, self.tokens)
+        self.grads = self._by_tokens(grad if half else upcast(grad))
         if self.inputs is not None:
-            self.inputs = self._by_tokens(upcast(self.inputs))
-            self.tokens = self.grads.shape[:-1].numel() // self.examples
-            if coarse(self.grads):  # so that the hardware has nothing left to round
+            # autocast rounded the inputs to the type of the gradients before it multiplied
+            v = self.inputs.to(grad.dtype) if half else upcast(self.inputs)
+            self.inputs = self._by_tokens(v)
+            if self.grads.dim() == 2 and kernels.serves(self.grads):
+                self._measure_pair()
+            elif coarse(self.grads):  # so that the hardware has nothing left to round
                 self.grads, self.inputs = to_tf32(self.grads), to_tf32(self.inputs)
         return True
+
+    def _measure_pair(self) -> None:
+        u, v = self._u(), self.inputs
+        assert v is not None
+        rounded = coarse(u)
+        slack = above(3) * (1 + 1.01 * TF32 if rounded else 1.0)
+        lengths = above(u.shape[1]), above(v.shape[1])
+        self.grads, self.inputs, *norms = kernels.row_pair(u, v, (*lengths, slack), rounded=rounded)
+        self._pair = norms[0], norms[1]
 
     def _by_tokens(self, tensor: Tensor) -> Tensor:
         """As ``(N, T, d)``, or ``(N, d)`` where each example has one token."""
@@ -71,11 +102,20 @@ class LinearPiece(Piece):
             return tensor if whole else tensor.reshape(self.examples, -1, shape[-1])
         return tensor.reshape(self.examples, shape[-1])
 
+    @property
+    def briefly(self) -> bool:
+        u, v = self.grads, self.inputs
+        tokens = u is not None and v is not None and u.dim() == 3
+        return tokens and not instantiating_pays(u.shape[1], u.shape[2], v.shape[2])  # type: ignore[union-attr]
+
     def measure(self, wanted: set[int]) -> list[Report]:
         u, v = self._u(), self.inputs
         weight = self.weight if self.weight is not None and id(self.weight) in wanted else None
         bias = self.bias if self.bias is not None and id(self.bias) in wanted else None
         result = []
+        if self._pair is not None:
+            both = zip((bias, weight), self._pair, strict=True)
+            return [Report(id(p), Kind.NORM, value) for p, value in both if p is not None]
         if u.dim() == 2:
             out = row_norm(u)
             if bias is not None:
@@ -99,7 +139,21 @@ class LinearPiece(Piece):
             self.inputs = self.grads = None  # the products replace them
         return result
 
+    def _rows_summed(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of both parameters of one token, kept for the one that is asked for next."""
+        if self._summed is None or self._summed[0] is not factors:
+            u, v = self._u(), self.inputs
+            assert v is not None
+            # where launching takes longer than multiplying, float64 is as fast
+            few = u.numel() * v.shape[1] <= _FEW
+            double = few or factors.dtype is torch.float64
+            sums = products.of_rows(u, v, factors, double=double, rounded=coarse(u))
+            self._summed = factors, sums
+        return self._summed[1]
+
     def weighted_sum(self, param: nn.Parameter, factors: Tensor) -> Tensor:
+        if self._pair is not None:
+            return self._rows_summed(factors)[param is not self.weight]
         if param is self.weight:
             if self._products is not None:
                 return weighted(factors, self._products)
@@ -121,6 +175,9 @@ class LinearPiece(Piece):
             add_product_weighted(total, u, v, factors, scale)
 
     def terms(self, param: nn.Parameter, factors: Tensor) -> list[tuple[slice, Term]]:
+        if self._pair is not None:
+            place = int(param is not self.weight)
+            return [(WHOLE, Known(lambda: self._rows_summed(factors)[place], self.examples))]
         if param is not self.weight:
             rows, product = self._per_example_bias(), self._product
             self._product = None
@@ -130,10 +187,30 @@ class LinearPiece(Piece):
         if self._products is not None:
             return [(WHOLE, Rows(self._products, factors))]
         assert self.inputs is not None
+        if serves(self._u(), self.inputs):
+            return [(WHOLE, DeviceProduct(self._u(), self.inputs, factors, self._terms))]
         product = Product(self._u(), self.inputs, factors, self._terms)
         if self.bias is not None:
             self._product = product
         return [(WHOLE, product)]
+
+    def purge(self, keep: Tensor) -> None:
+        u, v = self.grads, self.inputs
+        narrow = None
+        if self._pair is not None:
+            return  # rows with factor zero are not read
+        if u is not None and v is not None and serves(u, v):  # zero where it is scaled
+            narrow = "grads" if u.shape[2] <= v.shape[2] else "inputs"
+        if narrow == "grads" and self.bias is not None and self._totals is None:
+            narrow = None
+        for name in self.heavy:
+            tensor = getattr(self, name)
+            if tensor is not None and name not in (narrow, "_terms"):
+                setattr(self, name, kept_rows(tensor, keep))
+
+    def release(self) -> None:
+        super().release()
+        self._summed = None
 
     def instantiate(self, param: nn.Parameter) -> Tensor:
         if param is not self.weight:
@@ -172,7 +249,7 @@ class LinearPiece(Piece):
     def _per_example_bias(self) -> Tensor:
         if self._totals is None:
             u = self._u()
-            self._totals = u if u.dim() == 2 else u.sum(1)
+            self._totals = u if u.dim() == 2 else u.sum(1, dtype=upcast(u[:0]).dtype)
         return self._totals
 
 
@@ -189,6 +266,8 @@ def linear(
             f"{place(path)} got an input of shape {tuple(x.shape)}; expected (examples, ..., "
             f"{weight.shape[1]}): add the example dimension in front"
         )
+    if x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))  # as the product would: what is kept is smaller
     fixed, shift = weight.detach(), None if bias is None else bias.detach()
     rooted = not x.requires_grad
     if rooted:
