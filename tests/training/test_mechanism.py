@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diminuendo.training import Flat, PrivateGradients
 from diminuendo.training.clipping import Engine
-from diminuendo.training.mechanism import FastNoise, Mechanism
+from diminuendo.training.mechanism import FastNoise, Mechanism, NoisySum
 from diminuendo.training.seeds import Seeds
 
 
@@ -77,6 +77,7 @@ def test_nothing_is_drawn_before_the_sum_starts() -> None:
     private = PrivateGradients(model, PERCEPTRON.plan())
     mechanism = Mechanism(private.engine.parameters, Counts(private.seeds), private.group)
     total = mechanism.begin(noise_std=1.0, sensitivity=1.0, divisor=10.0, step=0)
+    assert isinstance(total, NoisySum)
     assert not drawn
     assert [part.shape for part in total.start()] == [p.shape for p in model.parameters()]
     assert len(drawn) == 1

@@ -254,7 +254,9 @@ def test_exact_noise_counts_the_rounding_of_sums(noise: NoiseName, factor: float
 
     def spied(**told: Any) -> NoisySum:
         seen.extend((told["sensitivity"], told["noise_std"]))
-        return begin(**told)
+        total = begin(**told)
+        assert isinstance(total, NoisySum)
+        return total
 
     private.mechanism.begin = spied  # type: ignore[method-assign]
     private.backward(LOSS(model(x), y))

@@ -19,7 +19,14 @@ import diminuendo as dim
 from diminuendo.training import PrivateGradients
 from diminuendo.training.clipping import Flat
 from diminuendo.training.distributed import Group
-from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, cipher
+from diminuendo.training.mechanism import (
+    ExactNoise,
+    FastNoise,
+    Mechanism,
+    NoiseName,
+    NoisySum,
+    cipher,
+)
 from diminuendo.training.mechanism.keys import Keys
 from diminuendo.training.seeds import Seeds
 
@@ -267,6 +274,7 @@ def test_pairs_that_tell_two_sums_apart(kind: NoiseName) -> None:
     said = {False: 0, True: 0}
     for game in range(3000):
         total = mechanism.begin(noise_std=noise_std, sensitivity=1.0, divisor=8.0, step=game)
+        assert isinstance(total, NoisySum)
         (sums,) = total.start()
         if game % 2:
             sums.add_(one, alpha=total.scale)

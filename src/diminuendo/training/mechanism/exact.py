@@ -48,17 +48,28 @@ def add_rounded_gaussian(
     if not len(total):
         return total
     if total.device.type != "cpu":
-        from diminuendo.training.mechanism import kernels
-
-        if not kernels.available:
-            return total.copy_(add_rounded_gaussian(total.cpu(), noise_std, keys))
-        undecided, sums = kernels.add_rounded_gaussian(total, grid, keys[0])
-    else:
-        undecided, sums = cpu.add_rounded_gaussian(total, grid, keys[0], drawn)
+        return _on_device(total, grid, keys)
+    undecided, sums = cpu.add_rounded_gaussian(total, grid, keys[0], drawn)
     if undecided:
         settled = [settle(x, grid, keys, place) for place, x in zip(undecided, sums, strict=True)]
-        where = torch.tensor(undecided, device=total.device)
-        total[where] = torch.tensor(settled, dtype=torch.float64, device=total.device)
+        total[torch.tensor(undecided)] = torch.tensor(settled, dtype=torch.float64)
+    return total
+
+
+def _on_device(total: Tensor, grid: Grid, keys: tuple[bytes, bytes]) -> Tensor:
+    from diminuendo.training.mechanism import kernels
+
+    if not kernels.available:
+        there = total.cpu()
+        cpu_keys = keys
+        undecided, sums = cpu.add_rounded_gaussian(there, grid, cpu_keys[0], None)
+        for place, x in zip(undecided, sums, strict=True):
+            there[place] = settle(x, grid, keys, place)
+        return total.copy_(there)
+    faults = kernels.Faults(total.device)
+    order = kernels.sent(kernels.Order.of(grid, keys, 1.0), total.device)
+    kernels.release([total], total, order, faults)
+    faults.check()
     return total
 
 

@@ -89,6 +89,11 @@ class Keys:
             _derive(self._root, f"noise, more bits, step {step} of rank {rank}"),
         )
 
+    def checks(self, step: int) -> bytes:
+        """The key of the random vectors by which a GPU checks a step's sums."""
+        self.check_process()
+        return _derive(self._root, f"checks of step {step}")
+
     def noise_beside(self, step: int) -> tuple[bytes, bytes]:
         """The two keys of the noise of a number that is released beside a step's gradient, once."""
         return (

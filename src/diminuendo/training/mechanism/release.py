@@ -8,7 +8,7 @@ last bit; with `FastNoise` this holds in real arithmetic only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,12 +17,18 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from diminuendo.training.cores import FEW, Beside, few
+from diminuendo.training.mechanism import device
+from diminuendo.training.mechanism.device import DeviceSum
+from diminuendo.training.mechanism.kernels import Faults, sent
 from diminuendo.training.mechanism.noise import DrawnNoise, ExactNoise
+from diminuendo.training.mechanism.settling import OPEN
 
 if TYPE_CHECKING:
     from diminuendo.training.distributed import Group
     from diminuendo.training.seeds import Seeds
 
+
+Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 
 _COST = 110.0
 """Multiplications in float64 that take as long as drawing a number of the noise ahead."""
@@ -70,6 +76,10 @@ class FastNoise:
         drawn = torch.normal(0.0, noise_std, (1,), generator=generator, dtype=torch.float64)
         return number + float(drawn)
 
+    def seed(self, step: int) -> int:
+        """The seed of a step's noise on a GPU, where Triton draws it."""
+        return self._seeds.number("noise", step)
+
     def draw(
         self, size: int, noise_std: float, step: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -85,10 +95,52 @@ class Mechanism:
 
     def __init__(self, parameters: Sequence[nn.Parameter], noise: NoiseSource, group: Group):
         self.parameters, self.noise, self.group = parameters, noise, group
+        self.order: Tensor | None = None
+        """While steps are recorded, the memory on the device that holds each step's order."""
+        self._faults: Faults | None = None
 
-    def begin(self, *, noise_std: float, sensitivity: float, divisor: float, step: int) -> NoisySum:
+    def begin(
+        self, *, noise_std: float, sensitivity: float, divisor: float, step: int
+    ) -> NoisySum | DeviceSum:
         """A sum for one step that has been paid for."""
-        return NoisySum(self, noise_std, sensitivity, divisor, step)
+        if not device.serves(self.parameters, self.noise):
+            return NoisySum(self, noise_std, sensitivity, divisor, step)
+        order = self.order
+        if order is None and self.group.first:
+            content = self.order_of(noise_std=noise_std, divisor=divisor, step=step)
+            order = sent(content, self.parameters[0].device)
+        return self.recorded_sum(order)
+
+    def recorded_sum(self, order: Tensor | None) -> DeviceSum:
+        """A sum on a GPU that is released as the order says, whatever it says then."""
+        assert isinstance(self.noise, (ExactNoise, FastNoise))
+        if self._faults is None:
+            self._faults = Faults(self.parameters[0].device)
+        return DeviceSum(self.parameters, self.noise, self.group, self._faults, order, self.dtype)
+
+    def order_of(self, *, noise_std: float, divisor: float, step: int) -> bytes:
+        """What a step's release on a GPU needs: once for each step, in their order."""
+        assert isinstance(self.noise, (ExactNoise, FastNoise))
+        return device.order_of(self.noise, noise_std=noise_std, divisor=divisor, step=step)
+
+    @property
+    def delta_of_a_step(self) -> float:
+        """What is to be added to δ for each step: on a GPU, coordinates that stay open
+        (docs/noise.md); else nothing."""
+        if not isinstance(self.noise, ExactNoise) or not device.serves(self.parameters, self.noise):
+            return 0.0
+        return 4 * OPEN * sum(parameter.numel() for parameter in self.parameters)
+
+    def verify(self) -> None:
+        """Raise where a release on a GPU turned out to be of no number."""
+        if self._faults is not None:
+            self._faults.check()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest type among the parameters', and float32 at least."""
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 class NoisySum:
@@ -116,6 +168,16 @@ class NoisySum:
         self.sums: list[Tensor] | None = None
         """One tensor for each parameter, in its shape, to add to; None before `start`."""
 
+    def buffers(self, parts: int) -> Buffers:  # noqa: ARG002
+        """Where the parts of a step are added up: what was begun, or `start`."""
+        return self.start if self.sums is None else self.sums
+
+    def places(self, parts: int) -> None:
+        """Sums are added to `buffers`."""
+
+    def take(self, sums: Sequence[Tensor]) -> None:
+        """The sums of a part are in `buffers` already."""
+
     def start(self) -> list[Tensor]:
         """New `sums` to add to, which replace those before."""
         mechanism, parameters = self._mechanism, self._mechanism.parameters
@@ -123,9 +185,9 @@ class NoisySum:
         size = sum([p.numel() for p in parameters])
         if isinstance(mechanism.noise, FastNoise) and mechanism.group.first:
             std = self.noise_std / self.divisor
-            self._flat = mechanism.noise.draw(size, std, self.step, self._dtype, device)
+            self._flat = mechanism.noise.draw(size, std, self.step, mechanism.dtype, device)
         else:
-            dtype = self._dtype if self._starts_noisy else torch.float64
+            dtype = mechanism.dtype if self._starts_noisy else torch.float64
             with few(size):
                 self._flat = torch.zeros(size, dtype=dtype, device=device)
         self.sums = self._shaped(self._flat)
@@ -158,14 +220,8 @@ class NoisySum:
                 flat, noise_std=self.noise_std, sensitivity=self.sensitivity, step=self.step
             )
         with few(flat.numel()):
-            gradient = flat.div_(self.divisor).to(self._dtype)
+            gradient = flat.div_(self.divisor).to(self._mechanism.dtype)
         return self._shaped(group.from_first(gradient))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The widest type among the parameters', and float32 at least."""
-        dtypes = {parameter.dtype for parameter in self._mechanism.parameters}
-        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def _shaped(self, flat: Tensor) -> list[Tensor]:
         parameters = self._mechanism.parameters
