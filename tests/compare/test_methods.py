@@ -513,7 +513,7 @@ def test_one_example_moves_the_second_moments_no_further_than_the_bound(
     for rows in (x, without(x, 5)):
         Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2]).second_moments(sigma=4.0)
     moved = (sums[0] - sums[1]).norm(dim=1)
-    assert moved.tolist() == pytest.approx([min(length, 1.0) ** 2] * 2, rel=1e-5)
+    assert moved.tolist() == pytest.approx([min(length, 1.0) ** 2] * 2, rel=1e-4)
 
 
 def test_a_model_of_whitened_features_becomes_one_of_the_given_features(

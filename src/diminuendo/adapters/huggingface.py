@@ -153,7 +153,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             output = super().train(self._resume_from, **more)
             private = self._started()
             self.result = how_it_ended(private, "Trainer stopped before the plan's last step")
-            private.guard.verify()
+            private.verify()
             private.spending.close(self.result.status)
         except BaseException as error:
             if self._private is not None:

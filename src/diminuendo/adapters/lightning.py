@@ -334,7 +334,7 @@ class PrivateStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def on_train_end(self) -> None:
         """State how the run ended, and close the budget."""
         private = self._started()
-        private.guard.verify()
+        private.verify()
         self.result = how_it_ended(private, "Trainer stopped before the plan's last step")
         private.spending.close(self.result.status)
         super().on_train_end()

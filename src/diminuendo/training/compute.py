@@ -22,19 +22,26 @@ class Compute:
                  size); the whole batch unless given
     pad          fill sampled batches up with rows of zeros, which count for nothing, to one of a
                  few sizes: shapes then say next to nothing about how many examples were drawn, and
-                 a step takes longer (docs/how-to/static-shapes.md)
+                 a step takes longer (docs/how-to/static-shapes.md). Done where steps are recorded
+                 unless given
+    record       on a GPU, record a step once and replay it, where that is possible: the same
+                 results in less time (docs/how-to/recorded-steps.md). Data in tensors then go to the
+                 GPU as a whole if they take at most a quarter of what is free there
     """
 
     device: torch.device | str | None = None
     workers: int = 0
     micro_batch: int | None = None
-    pad: bool = False
+    pad: bool | None = None
+    record: bool = True
 
     def __post_init__(self) -> None:
         _validate.count("workers", self.workers, at_least=0)
         if self.micro_batch is not None:
             _validate.count("micro_batch", self.micro_batch)
-        checked(self.pad)
+        if self.pad is not None:
+            checked(self.pad)
+        checked(self.record, "record")
 
     @classmethod
     def of(cls, device: Compute | torch.device | str | None) -> Compute:

@@ -43,7 +43,10 @@ def near(parameter: Tensor) -> Tensor:
 
 
 def gradient(answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """That of the kept rows, in a sum with fixed random weights; empty where there is none."""
+    """That of the kept rows, in a sum with fixed random weights; empty where there is none.
+
+    Of large ones a part. The graph behind the answers is gone afterwards.
+    """
     total: Tensor | None = None
     for part in answers:
         if not (part.requires_grad and part.is_floating_point() and has_rows(part, len(keep))):
@@ -56,12 +59,36 @@ def gradient(answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor]) 
     if total is None:
         return []
     try:
-        grads = torch.autograd.grad(
-            total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     except ERRORS:  # a backward pass that cannot be asked for single gradients
         return []
-    return list(grads)
+    return [_some(grad) for grad in grads]
+
+
+# Entries of all parameters together whose gradients are looked at, and of those that always are.
+_LOOKED_AT, _SMALL = 1 << 26, 1 << 14
+
+
+def some_of(parameters: list[Tensor]) -> list[Tensor]:
+    """All parameters of most models; of large ones the small parameters, and others spread evenly.
+
+    Gradients of all of them would take as much memory as a training step.
+    """
+    total = sum(parameter.numel() for parameter in parameters)
+    every = -(-total // _LOOKED_AT)
+    large = [place for place, p in enumerate(parameters) if p.numel() > _SMALL]
+    skipped = {place for turn, place in enumerate(large) if turn % every}
+    return [parameter for place, parameter in enumerate(parameters) if place not in skipped]
+
+
+# Entries of a gradient that are compared: of larger ones every so many.
+_ENTRIES = 1 << 20
+
+
+def _some(grad: Tensor) -> Tensor:
+    if grad.numel() <= _ENTRIES:
+        return grad
+    return grad.reshape(-1)[:: grad.numel() // _ENTRIES | 1].clone()
 
 
 def moved(before: list[Tensor], after: list[Tensor]) -> bool:

@@ -60,6 +60,10 @@ class Watch:
         if step is None:
             self.stop()
             return
+        self.look(optimizer, step)
+
+    def look(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Compare the learning rate with which step 1, 2, … is taken."""
         group = self._group(optimizer)
         if group is None or not 0 < step <= len(self._rates):
             return

@@ -27,7 +27,7 @@ from diminuendo.training.probe import Loss
 from diminuendo.training.progress import AfterStep, Progress, reading, running_epsilon
 from diminuendo.training.result import Result
 from diminuendo.training.run import Run
-from diminuendo.training.sampling import arrays_of, as_trained, precision_of
+from diminuendo.training.sampling import Source, arrays_of, as_trained, precision_of
 from diminuendo.training.step import ClipRule, Policy, PrivateGradients
 from diminuendo.training.tracking import Tracking
 from diminuendo.training.usable import refuse_not_finite
@@ -163,6 +163,7 @@ def fit(
     if optimizer is None and lr is None and group.world == 1:
         lr = _learning_rate(model, data, plan, loss)
     journal = None if checkpoints is None else checkpoints.journal(plan, writes=group.first)
+    pad, data = _arranged(model, data, plan, compute, group)
     private = PrivateGradients(
         model,
         plan,
@@ -170,7 +171,7 @@ def fit(
         spending=spending,
         policy=policy,
         micro_batch=compute.micro_batch,
-        pad=compute.pad,
+        pad=pad,
         journal=journal,
         noise=noise,
         seed=seed,
@@ -206,7 +207,7 @@ def fit(
             group.agree(checkpoint.hold)
         every = plan.steps if checkpoints is None else checkpoints.every
         with Tracking(watching.logger, private, running_epsilon(private)) as track:
-            run = Run(private, steps_by, scheduler, checkpoint, every, track)
+            run = Run(private, steps_by, scheduler, checkpoint, every, track, compute.record)
             run.resume()
             try:
                 result = run.train(
@@ -227,6 +228,26 @@ def fit(
         private.close()
         if checkpoint is not None:
             checkpoint.close()
+
+
+# The part of a GPU's free memory that a dataset of tensors may take.
+_RESIDENT = 0.25
+
+
+def _arranged(
+    model: nn.Module, data: Any, plan: Plan, compute: Compute, group: Group
+) -> tuple[bool, Any]:
+    """Whether to fill batches up, and the data: as a recording wants them, if one may be made."""
+    device = next(model.parameters()).device
+    recorded = compute.record and device.type == "cuda" and group.world == 1
+    if not recorded:
+        return bool(compute.pad), data
+    source = Source(data, precision_of(model))
+    sampled = bool(min(plan.rates.tolist()) < 1)
+    pad = sampled and source.fillable() if compute.pad is None else compute.pad
+    free, _ = torch.cuda.mem_get_info(device)
+    there = source.on(device, _RESIDENT * free)
+    return pad, data if there is None else there
 
 
 def _learning_rate(model: nn.Module, data: Any, plan: Plan, loss: Loss) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,65 @@ class PrivateDescent(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step along the averaged private gradients; a closure is not called."""
         del closure
+        for group, rate in zip(self.param_groups, self.rates(), strict=True):
+            parameters = _with_gradient(group)
+            if parameters:
+                torch._foreach_add_(parameters, self._directions(group, parameters), alpha=-rate)
+        self.count()
+
+    def rates(self) -> list[float]:
+        """What the next step multiplies the sums of gradients by: η, over 1 − β^t if averaged."""
+        return [
+            group["lr"] / (1 - group["beta"] ** (self._taken(group) + 1))
+            if group["beta"] > 0
+            else group["lr"]
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def apply(self, rates: Sequence[Tensor]) -> None:
+        """One step on a GPU with `rates` that lie in its memory; `count` is called for each."""
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            parameters = _with_gradient(group)
+            if parameters:
+                torch._fused_sgd_(
+                    parameters,
+                    self._directions(group, parameters),
+                    [],
+                    weight_decay=0.0,
+                    momentum=0.0,
+                    lr=rate,
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,
+                )
+
+    def count(self) -> None:
+        """One more step was taken."""
         for group in self.param_groups:
-            beta = group["beta"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                direction = parameter.grad
-                if beta > 0:
-                    state = self.state[parameter]
-                    t = state["step"] = state.get("step", 0) + 1
-                    if t == 1:
-                        state["sum"] = torch.zeros_like(parameter)
-                    state["sum"].mul_(beta).add_(parameter.grad, alpha=1 - beta)
-                    direction = state["sum"] / (1 - beta**t)
-                parameter.add_(direction, alpha=-group["lr"])
+                if parameter in self.state:
+                    self.state[parameter]["step"] += 1
+
+    def _taken(self, group: dict[str, Any]) -> int:
+        steps = [self.state[p]["step"] for p in group["params"] if p in self.state]
+        return max(steps, default=0)
+
+    def _directions(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+        """The gradients, or their decaying sums."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if group["beta"] == 0:
+            return gradients
+        sums = []
+        for parameter in parameters:
+            if parameter not in self.state:
+                self.state[parameter] = {"step": 0, "sum": torch.zeros_like(parameter)}
+            sums.append(self.state[parameter]["sum"])
+        torch._foreach_mul_(sums, group["beta"])
+        torch._foreach_add_(sums, gradients, alpha=1 - group["beta"])
+        return sums
+
+
+def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -86,11 +86,11 @@ class Buckets:
         return parts + [indices[:0]] * (self.parts[rate] - len(parts))
 
 
-def checked(pad: Any) -> bool:
+def checked(pad: Any, name: str = "pad") -> bool:
     """`pad` as it is; raises an `InputError` where it is neither True nor False."""
     if isinstance(pad, bool):
         return pad
-    raise InputError("True or False", name="pad", value=pad)
+    raise InputError("True or False", name=name, value=pad)
 
 
 def _share(rows: int, world: int) -> int:

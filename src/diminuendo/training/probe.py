@@ -30,6 +30,7 @@ from diminuendo.training.kept import (
     near,
     replacements,
     same_randomness,
+    some_of,
 )
 from diminuendo.training.sampling import precision_of
 
@@ -157,10 +158,10 @@ def other_batch() -> InputError:
 
 
 class _Pass(NamedTuple):
-    """What one pass gave: values with a row for each example, and gradients for each half."""
+    """What one pass gave: values with a row for each example, and the gradient of some."""
 
     values: list[Tensor]
-    gradients: list[list[Tensor]]
+    gradient: list[Tensor]
 
 
 class _Trial:
@@ -172,7 +173,7 @@ class _Trial:
     def __init__(self, model: nn.Module, values: _Values) -> None:
         self._model, self._values = model, values
         self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._near = {name: near(p) for name, p in self._own.items()}
+        self._near: dict[str, Tensor] = {}
         self._leaves: list[Tensor] = []
         self._call: _Call = model
 
@@ -182,15 +183,20 @@ class _Trial:
         None where nothing can be said: passes differ anyway, in evaluation mode too, or there is
         nothing to replace rows by.
         """
-        self._call, self._leaves = self._model, list(self._own.values())
+        self._call, self._leaves = self._model, some_of(list(self._own.values()))
         own = self._in_some_mode(inputs)
-        self._call, self._leaves = self._call_near, list(self._near.values())
+        torch.clear_autocast_cache()  # copies of all parameters
+        self._near = {name: near(p) for name, p in self._own.items()}
+        self._call, self._leaves = self._call_near, some_of(list(self._near.values()))
         try:
             nearby = self._in_some_mode(inputs)
         except DiminuendoError:
             raise
         except ERRORS:  # not every model takes other parameters
             nearby = None
+        finally:
+            self._near, self._leaves = {}, []  # as much memory as the model itself
+            torch.clear_autocast_cache()
         if own or nearby:
             return True
         return None if None in (own, nearby) else False
@@ -245,21 +251,22 @@ class _Trial:
         size, responded = inputs[0].shape[0], None
         keeps = halves(size)
         with torch.enable_grad(), same_randomness(self._model, inputs[0].device) as rewind:
-            base = self._passed(inputs, rewind, keeps)
-            again = self._passed(inputs, rewind, keeps)
-            if changed(base.values, again.values, torch.ones(size, dtype=torch.bool)):
-                return None
-            # a backward pass that is never the same tells nothing
-            steady = not any(map(moved, base.gradients, again.gradients))
-            del again
-            for keep, wanted in zip(keeps, base.gradients, strict=True):
+            steady = True  # a backward pass that is never the same tells nothing
+            bases = []
+            for keep in keeps:
+                base, again = (self._passed(inputs, rewind, keep) for _ in range(2))
+                if changed(base.values, again.values, torch.ones(size, dtype=torch.bool)):
+                    return None
+                steady = steady and not moved(base.gradient, again.gradient)
+                bases.append(base)
+            for keep, base in zip(keeps, bases, strict=True):
                 for replaced in replacements(inputs, keep):
                     try:
-                        other = self._passed(replaced, rewind, [keep])
+                        other = self._passed(replaced, rewind, keep)
                     except ERRORS:  # not what the model takes
                         continue
                     if changed(base.values, other.values, keep) or (
-                        steady and moved(wanted, other.gradients[0])
+                        steady and moved(base.gradient, other.gradient)
                     ):
                         raise _mixing()
                     if not all(map(torch.equal, inputs, replaced)):
@@ -267,13 +274,13 @@ class _Trial:
         return responded
 
     def _passed(
-        self, inputs: tuple[Tensor, ...], rewind: Callable[[], None], keeps: Sequence[Tensor]
+        self, inputs: tuple[Tensor, ...], rewind: Callable[[], None], keep: Tensor
     ) -> _Pass:
         rewind()
         answers = self._values(self._call, [part.clone() for part in inputs])
         copies = [part.detach().clone() for part in answers]
         values = [part if part.dim() else part.reshape(1) for part in copies]
-        return _Pass(values, [gradient(answers, keep, self._leaves) for keep in keeps])
+        return _Pass(values, gradient(answers, keep, self._leaves))
 
 
 def _mixing() -> InputError:

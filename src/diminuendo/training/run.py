@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from diminuendo.errors import BudgetRefused, InputError
+from diminuendo.training.captured import Captured
 from diminuendo.training.checkpoint import Checkpoint
 from diminuendo.training.groups import Groups
 from diminuendo.training.journal import steps_ahead
@@ -39,10 +39,12 @@ class Run:
         checkpoint: Checkpoint | None,
         every: int,
         track: Tracking,
+        record: bool = False,
     ) -> None:
         self._private, self._optimizer, self._lr_scheduler = private, optimizer, lr_scheduler
         self._track = track
         self._checkpoint, self._every = checkpoint, every
+        self._record = record
         self._due = 0
         self._began: int | None = None
 
@@ -84,13 +86,12 @@ class Run:
             try:
                 self._save_when_due()
                 metric = self._metric
-                for losses in _losses(private, loss, data, groups, workers, metric):
+                take = self._steps(loss, data, groups)
+                for batch in private.batches(data, groups=groups, workers=workers):
                     before, rows = private.step, private.drawn
-                    private.backward(losses)
+                    losses = take(*_pair(batch, self._device))
                     if progress.reveal_training_loss:
-                        losses_of_step.append(losses.detach()[:rows])
-                    self._optimizer.step()
-                    self._optimizer.zero_grad(set_to_none=True)
+                        losses_of_step.append(losses[:rows].clone())
                     if private.step == before:
                         continue
                     rate = self._track.rate_of(self._optimizer)
@@ -112,7 +113,7 @@ class Run:
                 status, reason = "refused", str(refusal)
         if status == "done" and (private.policy is not None or private.step < private.plan.steps):
             status, reason = "refused", "too little is left of the budget for another step"
-        private.guard.verify()
+        private.verify()
         self._save()
         return result_of(
             private,
@@ -121,6 +122,35 @@ class Run:
             revealed=progress.reveal_training_loss,
             training_loss=seen,
         )
+
+    def _steps(self, loss: Loss, data: Any, groups: Any) -> Captured:
+        """What takes a step for a batch (x, y); tries out at public sizes whether examples mix."""
+        private, metric = self._private, self._metric
+        model = private.engine.model  # not what torch.compile made of it
+        shapes = Shapes(model)
+        _try_public_sizes(private, loss, data, groups, shapes)
+
+        def losses(x: Tensor, y: Tensor) -> Tensor:
+            if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
+                return torch.zeros(0, device=x.device)
+            # blank rows alone would tell too little of a shape
+            if (private.drawn or 0) > 1 and shapes.new(x, model.training):
+                with private.engine.unrecorded():
+                    refuse_mixing(model, loss, x, y, shapes.others(x))
+            outputs = private.model(x)
+            private.guard.expect(outputs)
+            if metric is not None:  # blank rows are nobody's, and how many there are is private
+                metric.count(private.step, outputs[: private.drawn], y[: private.drawn])
+            return loss(outputs, y)
+
+        why_not = "they are not to be recorded" if not self._record else None
+        if metric is not None:
+            why_not = "a learning rate follows a metric"
+        return Captured(private, losses, self._optimizer, why_not)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._private.engine.parameters[0].device
 
     @property
     def _metric(self) -> OnPlateau | None:
@@ -164,35 +194,6 @@ class Run:
                 "generators": _generators(self._private),
             },
         )
-
-
-def _losses(
-    private: PrivateGradients,
-    loss: Loss,
-    data: Any,
-    groups: Any,
-    workers: int,
-    metric: OnPlateau | None,
-) -> Iterator[Tensor]:
-    """The plan's batches as losses, one per example, on the model's device."""
-    device = next(private.model.parameters()).device
-    model = private.engine.model  # not what torch.compile made of it
-    shapes = Shapes(model)
-    _try_public_sizes(private, loss, data, groups, shapes)
-    for batch in private.batches(data, groups=groups, workers=workers):
-        x, y = _pair(batch, device)
-        if len(x) == 0:  # nothing to compute, and not every layer takes an empty batch
-            yield torch.zeros(0, device=device)
-            continue
-        # blank rows alone would tell too little of a shape
-        if (private.drawn or 0) > 1 and shapes.new(x, model.training):
-            with private.engine.unrecorded():
-                refuse_mixing(model, loss, x, y, shapes.others(x))
-        outputs = private.model(x)
-        private.guard.expect(outputs)
-        if metric is not None:  # blank rows are nobody's, and how many there are is private
-            metric.count(private.step, outputs[: private.drawn], y[: private.drawn])
-        yield loss(outputs, y)
 
 
 def _try_public_sizes(

@@ -84,6 +84,7 @@ class Source:
 
     def __init__(self, data: Any, precision: torch.dtype | None = None) -> None:
         self._tensors: tuple[Tensor, ...] | None = None
+        self._whole: list[tuple[Tensor, int]] = []
         self._dataset: Dataset[Any] | None = None
         parts = arrays_of(data)
         if parts is not None:
@@ -136,9 +137,52 @@ class Source:
         """
         if self._tensors is not None:
             for chosen in indices:
-                parts = tuple(_rows(part, chosen, buckets) for part in self._tensors)
+                if buckets is None and len(chosen) == len(self):
+                    parts = self._all_rows()
+                else:
+                    parts = tuple(_rows(part, chosen, buckets) for part in self._tensors)
                 yield parts if len(parts) > 1 else parts[0]
             return
+        yield from self._loaded(indices, workers, pin_memory, collate, generator, buckets)
+
+    def _all_rows(self) -> tuple[Tensor, ...]:
+        """A copy of all rows: the same one every time, unless somebody wrote on it."""
+        spoilt = [copy.requires_grad or copy._version != seen for copy, seen in self._whole]
+        if any(spoilt) or not self._whole:
+            copies = [part.detach().clone() for part in self.tensors]
+            self._whole = [(copy, copy._version) for copy in copies]
+        return tuple(copy for copy, _ in self._whole)
+
+    def on(self, device: torch.device, room: float) -> tuple[Tensor, ...] | None:
+        """The tensors of a dataset that consists of them, on a device; None where they take more
+        bytes than `room`, or there are none."""
+        size = sum(part.numel() * part.element_size() for part in self.tensors)
+        if self._tensors is None or size > room:
+            return None
+        return tuple(part.to(device) for part in self._tensors)
+
+    def fillable(self) -> bool:
+        """Whether batches can be filled up with blank rows."""
+        if self._tensors is not None:
+            return True
+        try:
+            _Collate(
+                cast("Dataset[Any]", self._dataset), default_collate, Buckets((1,), {})
+            ).check()
+        except Exception:  # whatever the dataset cannot do, it need not do
+            return False
+        return True
+
+    def _loaded(
+        self,
+        indices: Iterator[Tensor],
+        workers: int,
+        pin_memory: bool,
+        collate: Callable[[list[Any]], Any] | None,
+        generator: torch.Generator | None,
+        buckets: Buckets | None,
+    ) -> Iterator[Any]:
+        """The batches of a map-style dataset."""
         dataset = cast("Dataset[Any]", self._dataset)
         collated = _Collate(dataset, collate or default_collate, buckets)
         collated.check()

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from diminuendo import _validate
@@ -34,9 +35,13 @@ from diminuendo.training.groups import Groups
 from diminuendo.training.journal import Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
+from diminuendo.training.mechanism.device import DeviceSum
 from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
+
+if TYPE_CHECKING:
+    from diminuendo.training.captured import Captured, Losses
 
 ClipRule = Clip | Callable[[int], Clip]
 """A clip for all steps, or one for each step t = 1, 2, …"""
@@ -64,7 +69,17 @@ class _Open(NamedTuple):
     """A step that has been paid for and is being summed up."""
 
     clip: Clip
-    total: NoisySum
+    total: NoisySum | DeviceSum | None
+    """None where a recording adds up."""
+
+
+class _Paid(NamedTuple):
+    """What the budget was asked for: a step, its clip, and its noise in the sum's own units."""
+
+    event: GaussianStep
+    clip: Clip
+    sensitivity: float
+    noise_std: float
 
 
 class _Number(NamedTuple):
@@ -148,7 +163,8 @@ class PrivateGradients:
         self.lost = 0
         """How many of them a crash cost: spent, and not taken."""
         self.released: tuple[Tensor, ...] = ()
-        """The last step's private gradient, one tensor for each parameter, in its shape."""
+        """The last step's private gradient, one tensor for each parameter, in its shape: until the
+        next step is paid for."""
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
         self._begun = False
@@ -236,7 +252,7 @@ class PrivateGradients:
         self.sampler.check(source, persons)
         self.begin()
         self._abandon()
-        self.guard.verify()
+        self.verify()
         for part, batch in self.sampler.batches(
             source,
             self.step,
@@ -259,7 +275,13 @@ class PrivateGradients:
                     "A batch was drawn and private.backward was not called for it. Call it once "
                     "for each batch: a batch that was drawn belongs to a step."
                 )
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise where somebody wrote on the model unseen, or a GPU released no number: at the
+        beginning, the end and whenever a state is saved."""
         self.guard.verify()
+        self.mechanism.verify()
 
     def _end_of(self, epochs: float | None) -> int | None:
         """The step before which these batches end; None where only the budget ends them."""
@@ -291,75 +313,136 @@ class PrivateGradients:
         self._part = None
         if part.first:
             self._abandon()
-        elif self._open is None:
-            raise UsageError(
-                "The first part of this batch failed, and its step is over. Draw the next batch."
-            )
-        if part.step != self.step:
-            raise UsageError(_STALE.format(part.step + 1, self.step + 1))
-        if part.first:
+            if part.step != self.step:
+                raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._request()
+        self._check_turn(part)
         assert self._open is not None
         clip, total = self._open
-        if part.place != self._parts_taken:
-            raise UsageError(
-                f"Part {part.place + 1} of this batch comes after part {self._parts_taken}: every "
-                "part enters the sum once. Take batches from one private.batches at a time."
-            )
+        assert total is not None
         self._parts_taken += 1
         with self._or_abandon():
-            into = total.start if total.sums is None else total.sums
-            self.engine.clipped_sum(
+            found = self.engine.clipped_sum(
                 losses,
                 clip,
-                into,
+                total.buffers(part.parts),
                 total.scale,
                 certify=self._certified,
                 share=1 / (part.parts * self.group.world),
                 real=part.mask(losses.device),
                 beside=total.beside() if part.last else None,
+                places=total.places(part.parts),
             )
+            total.take(found.sums)
             self.guard.refuse_writes()
             if part.last:
                 self._release(total)
         if part.last:
             self._open = None
 
+    def captured(self, losses: Losses, optimizer: torch.optim.Optimizer) -> Captured:
+        """Whole steps, recorded once and replayed on a GPU: call it with every batch.
+
+            take = private.captured(lambda x, y: loss_fn(model(x), y), optimizer)
+            for x, y in private.batches(data):
+                take(x, y)
+
+        In place of the model's call, `backward`, `optimizer.step()` and `zero_grad()`. Where steps
+        cannot be recorded, on a CPU, say, they run as they would without.
+        """
+        from diminuendo.training.captured import Captured
+
+        return Captured(self, losses, optimizer)
+
     def _request(self) -> None:
         """The budget request: refused, it raises BudgetRefused and nothing has changed."""
+        paid = self._pay()
+        total = self.mechanism.begin(
+            noise_std=paid.noise_std,
+            sensitivity=paid.sensitivity,
+            divisor=self.divisor,
+            step=self.step,
+        )
+        self._begin_step(paid, total)
+
+    def _begin_step(self, paid: _Paid, total: NoisySum | DeviceSum | None) -> None:
+        """A step that was paid for is under way, also where it fails from here on."""
+        self._open, self._parts_taken = _Open(paid.clip, total), 0
+        if self.journal is not None:
+            with self._or_abandon():
+                planned = self.policy is None
+                self.journal.before_release(self.step, paid.event, self.spending, planned=planned)
+
+    def _open_recorded(self, part: Part) -> bytes | None:
+        """Pay for a step that is about to be replayed; what its release needs, with its first part.
+
+        Raises as `backward` does where a part is out of turn.
+        """
+        if part.first:
+            paid = self._pay()
+            self._begin_step(paid, None)
+            with self._or_abandon():
+                return self.mechanism.order_of(
+                    noise_std=paid.noise_std, divisor=self.divisor, step=self.step
+                )
+        self._check_turn(part)
+        return None
+
+    def _check_turn(self, part: Part) -> None:
+        if self._open is None:
+            raise UsageError(
+                "The first part of this batch failed, and its step is over. Draw the next batch."
+            )
+        if part.step != self.step:
+            raise UsageError(_STALE.format(part.step + 1, self.step + 1))
+        if part.place != self._parts_taken:
+            raise UsageError(
+                f"Part {part.place + 1} of this batch comes after part {self._parts_taken}: every "
+                "part enters the sum once. Take batches from one private.batches at a time."
+            )
+
+    def _pay(self) -> _Paid:
+        """Ask for the budget of the next step, and say what it pays for."""
         self._abandon()
-        clip = self.clip(self.step + 1) if callable(self.clip) else self.clip
-        guard.check_clip(clip, "what clip(t) gives")
+        clip = self._clip_of(self.step)
         share = _validate.real(
             "the share set aside", self.set_aside(self.step + 1), at_least=0, below=1
         )
         event = self._next or self._next_event()
         self._next = None
         self.spending.request(event)
+        if self.policy is None:
+            self.released = ()  # memory that the backward pass may need
         sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         self._number = self._kept_for_a_number(event, share)
-        total = self.mechanism.begin(
-            noise_std=event.noise_multiplier * sensitivity * _louder(1 - share),
-            sensitivity=sensitivity,
-            divisor=self.divisor,
-            step=self.step,
-        )
-        self._open, self._parts_taken = _Open(clip, total), 0
-        if self.journal is not None:
-            with self._or_abandon():
-                planned = self.policy is None
-                self.journal.before_release(self.step, event, self.spending, planned=planned)
+        std = event.noise_multiplier * sensitivity * _louder(1 - share)
+        return _Paid(event, clip, sensitivity, std)
 
-    def _release(self, total: NoisySum) -> None:
+    def _clip_of(self, step: int) -> Clip:
+        """The clip of step 0, 1, …"""
+        clip = self.clip(step + 1) if callable(self.clip) else self.clip
+        guard.check_clip(clip, "what clip(t) gives")
+        return clip
+
+    def _release(self, total: NoisySum | DeviceSum) -> None:
         """The noisy sum over the divisor, to p.grad."""
         gradients = total.release()
-        kept = gradients if self.policy is None else [part.clone() for part in gradients]
-        self.released = tuple(kept)  # a policy sees them even if an optimiser writes on p.grad
+        self._hand_on(gradients)
+        self._taken(gradients)
+
+    def _hand_on(self, gradients: Sequence[Tensor]) -> None:
+        """The private gradient to p.grad, in each parameter's type."""
         for parameter, gradient in zip(self.engine.parameters, gradients, strict=True):
             same = gradient.dtype == parameter.dtype
             parameter.grad = gradient if same else gradient.to(parameter.dtype)
+
+    def _taken(self, gradients: Sequence[Tensor], *, watched: bool = True) -> None:
+        """The step is over, with this gradient."""
+        kept = gradients if self.policy is None else [part.clone() for part in gradients]
+        self.released = tuple(kept)  # a policy sees them even if an optimiser writes on p.grad
         self.step += 1
-        self.guard.watch(self.plan.examples)
+        if watched:
+            self.guard.watch(self.plan.examples)
 
     def _kept_for_a_number(self, event: GaussianStep, share: float) -> _Number | None:
         if share == 0:
@@ -390,19 +473,32 @@ class PrivateGradients:
     @property
     def delta_added(self) -> float:
         """What is to be added to δ: the probability that some sum of the whole plan, or of a
-        policy's steps beyond it, passes for more exact than it is (docs/rounding.md). From public
-        facts; 0 with fast noise."""
+        policy's steps beyond it, passes for more exact than it is (docs/rounding.md), and what a
+        GPU leaves open of the noise (docs/noise.md). From public facts; 0 with fast noise."""
+        return self._delta_of_sums + self._delta_of_noise
+
+    @property
+    def delta_missed(self) -> float:
+        """What is to be added to δ for the steps that were taken: `delta_added`, without the part
+        of the sums where none had a shape that needs random vectors: that of a layer whose narrower
+        side is wide."""
+        return self.delta_added if self._checked or self.group.world > 1 else self._delta_of_noise
+
+    @property
+    def _delta_of_sums(self) -> float:
         if not self._certified:
             return 0.0
         largest = self.sampler.smallest or self.plan.examples
         calls = (math.ceil(self.plan.examples / largest) + 1) * self.group.world
-        return 2 * FAILURE * calls * max(self.plan.steps, self.charged)
+        return 2 * FAILURE * calls * self._most_steps
 
     @property
-    def delta_missed(self) -> float:
-        """What is to be added to δ for the steps that were taken: `delta_added`, or 0 where no sum
-        had a shape that needs random vectors: that of a layer whose narrower side is wide."""
-        return self.delta_added if self._checked or self.group.world > 1 else 0.0
+    def _delta_of_noise(self) -> float:
+        return self.mechanism.delta_of_a_step * self._most_steps
+
+    @property
+    def _most_steps(self) -> int:
+        return max(self.plan.steps, self.charged)
 
     @property
     def _checked(self) -> bool:
@@ -443,10 +539,14 @@ class PrivateGradients:
 
     def _own_batch(self, losses: Tensor) -> Part:
         """A full batch that `batches` did not draw."""
-        guard.check_unit(self.spending, grouped=False)
         rate = self.sampler.rate(self.step)
         guard.check_own_batch(losses, self.plan, rate, self.group.world)
-        return Part(self.step, first=True, last=True, size=len(losses))
+        return self._own_part()
+
+    def _own_part(self) -> Part:
+        """The whole dataset, as somebody else has it."""
+        guard.check_unit(self.spending, grouped=False)
+        return Part(self.step, first=True, last=True, size=self.plan.examples)
 
     # Stopping and going on
 
@@ -464,7 +564,7 @@ class PrivateGradients:
 
         Save it together with the model and the optimiser, between steps.
         """
-        self.guard.verify()
+        self.verify()
         return {
             **self._identity,
             "step": self.charged,

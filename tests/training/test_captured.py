@@ -1,0 +1,426 @@
+"""Steps that are recorded and replayed: the same results, whatever changes from step to step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import LOSS, weights
+from torch import Tensor, nn
+
+import diminuendo as dim
+from diminuendo.errors import InputError
+from diminuendo.training import (
+    Checkpoints,
+    Compute,
+    Flat,
+    PerLayer,
+    PrivateGradients,
+    Progress,
+    fit,
+)
+from diminuendo.training.captured import Captured, EagerStep
+from diminuendo.training.mechanism import NoiseName, kernels
+from diminuendo.training.optim import PrivateDescent
+
+cuda = pytest.mark.skipif(
+    not (kernels.available and torch.cuda.is_available()), reason="no CUDA device with Triton"
+)
+N, D, STEPS = 60, 6, 40
+
+
+def make_plan(**changes: Any) -> dim.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dim.PlanWarning)
+        settings = {"examples": N, "parameters": 99, "steps": STEPS, "gamma": 0.95, "clip": 0.7}
+        return dim.plan(dim.Budget(epsilon=8, delta=1e-5), **(settings | changes))
+
+
+def make_model(dropout: float = 0.0, device: str = "cuda") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(D, 9),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(9, 9),
+        nn.LayerNorm(9),
+        nn.Linear(9, 3),
+    ).to(device)
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, D, generator=generator)
+    return x, torch.randint(0, 3, (N,), generator=generator)
+
+
+def overwrite_free_memory() -> None:
+    """What was freed holds no number any more: a replay that reads it gives itself away."""
+    held = [torch.full((size,), float("nan"), device="cuda") for size in (*range(1, 200), 5000)]
+    held += [torch.full((1 << power,), float("nan"), device="cuda") for power in range(8, 21)]
+    del held
+
+
+Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "descent": lambda m: torch.optim.SGD(m.parameters(), lr=0.3),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "averaged": lambda m: PrivateDescent(m.parameters(), lr=0.3, beta=0.8),
+    "adam": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=0.02),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.02),
+}
+
+
+def trained(
+    recorded: bool,
+    *,
+    optimizer: str = "momentum",
+    noise: NoiseName = "exact",
+    data: tuple[Tensor, Tensor] | None = None,
+    dropout: float = 0.0,
+    plan: dim.Plan | None = None,
+    schedule: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Captured, list[int]]:
+    """Parameters after a run in a loop of one's own; which steps were replayed."""
+    plan = plan or make_plan()
+    model = make_model(dropout)
+    stepped = OPTIMIZERS[optimizer](model)
+    private = PrivateGradients(model, plan, noise=noise, seed=3, **options)
+    take = private.captured(lambda x, y: LOSS(model(x), y), stepped)
+    if not recorded:
+        take.why_not, private.engine.static = "not wanted", False
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(stepped, STEPS) if schedule else None
+    torch.manual_seed(5)
+    x, y = (part.cuda() for part in data or make_data())
+    replayed: list[int] = []
+    plain = take._replay
+
+    def replay(*given: Any) -> Tensor:
+        replayed.append(private.step)
+        return plain(*given)
+
+    vars(take)["_replay"] = replay
+    for batch in private.batches((x, y)):
+        before = private.step
+        take(*batch)
+        if private.step > before and rates is not None:
+            rates.step()
+        if recorded:
+            overwrite_free_memory()
+    private.close()
+    return weights(model), take, replayed
+
+
+def agree(loose: float = 1e-5, **settings: Any) -> tuple[Captured, list[int]]:
+    """A recorded run and one without end at the same parameters."""
+    ours, take, replayed = trained(True, **settings)
+    theirs, other, never = trained(False, **settings)
+    assert take._private.step == other._private.step
+    assert not never
+    assert bool(ours.isfinite().all())
+    assert not torch.equal(theirs, weights(make_model()))
+    torch.testing.assert_close(ours, theirs, rtol=loose, atol=loose)
+    return take, replayed
+
+
+@cuda
+@pytest.mark.parametrize("noise", ["exact", "fast"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_replayed_run_is_the_run(optimizer: str, noise: NoiseName) -> None:
+    """Falling noise, a falling learning rate, each optimizer; and nearly all steps are replayed."""
+    take, replayed = agree(optimizer=optimizer, noise=noise)
+    assert take.why_not is None
+    assert take._update.recordable == (optimizer != "rprop")
+    eager = {1, 2, 4, 8, 16, 32}
+    assert replayed == [step for step in range(STEPS) if step + 1 not in eager]
+
+
+@cuda
+@pytest.mark.parametrize("noise", ["exact", "fast"])
+def test_dropout_draws_other_masks_in_every_replay(noise: NoiseName) -> None:
+    take, _ = agree(dropout=0.5, noise=noise)
+    model = take._private.model.train()
+    assert model[2].p == 0.5  # type: ignore[index]
+    first, again = (take._recordings[key].losses for key in [next(iter(take._recordings))] * 2)
+    assert first is again
+
+
+@cuda
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.4])
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_sampled_batches_in_static_shapes(rate: float, micro_batch: int | None) -> None:
+    """Empty draws, draws of one row, large draws between others, draws in parts: all the same as
+    without a recording."""
+    plan = make_plan(sampling_rate=rate, schedule="uniform")
+    take, replayed = agree(plan=plan, pad=True, micro_batch=micro_batch)
+    assert replayed
+    assert take.why_not is None
+
+
+@cuda
+def test_a_full_batch_in_parts() -> None:
+    take, replayed = agree(micro_batch=23)
+    assert len(replayed) > 3 * 30
+    assert take._finish is not None
+
+
+@cuda
+@pytest.mark.parametrize("clip", [PerLayer(0.7), lambda t: Flat(0.7 if t < 20 else 0.5)])
+def test_other_clips(clip: Any) -> None:
+    agree(clip=clip)
+
+
+@cuda
+@pytest.mark.parametrize("noise", ["exact", "fast"])
+def test_examples_without_a_finite_gradient_add_nothing(noise: NoiseName) -> None:
+    x, y = make_data()
+    x[3], x[7, 2] = float("nan"), float("inf")
+    agree(data=(x, y), noise=noise)
+
+
+@cuda
+@pytest.mark.parametrize("noise", ["exact", "fast"])
+def test_noise_of_replays_is_independent_and_of_the_planned_size(noise: NoiseName) -> None:
+    """Zero gradients: 40 steps of 30,000 numbers; deviations within 6 standard errors, products of
+    two steps' noise within 6."""
+    model = nn.Linear(300, 100, bias=False).cuda()
+    plan = make_plan(steps=40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    private = PrivateGradients(model, plan, noise=noise)
+    take = private.captured(lambda x, y: model(x).sum(1) * y, optimizer)
+    x, y = torch.zeros(N, 300, device="cuda"), torch.ones(N, device="cuda")
+    found = []
+    for batch in private.batches((x, y)):
+        take(*batch)
+        found.append(private.released[0].flatten().double().clone() * N)
+    assert len(found) == 40
+    for drawn, sigma in zip(found, plan.sigmas, strict=True):
+        std = sigma * 0.7 * private.engine.sensitivity_factor(noise == "exact")
+        assert abs(float(drawn.std()) / std - 1) < 6 / (2 * 30_000) ** 0.5
+    unit = torch.stack([drawn / drawn.std() for drawn in found])
+    products = (unit @ unit.t() / 30_000).fill_diagonal_(0.0)
+    assert float(products.abs().max()) < 6 / 30_000**0.5
+
+
+class Branch(nn.Module):
+    """Looks at a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = 1.0 if float(x.abs().max().item()) > 1e9 else 2.0
+        out: Tensor = self.inner(x)
+        return out * size
+
+
+class Late(torch.autograd.Function):
+    """Looks at a value on the host, in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad * (1.0 if grad.abs().max().item() < 1e9 else 2.0)
+
+
+@cuda
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_what_cannot_be_recorded_runs_step_by_step(kind: str) -> None:
+    """One warning, the same result, and dropout afterwards still works."""
+    results = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        model = Branch().cuda() if kind == "forward" else make_model(0.3)
+        private = PrivateGradients(model, make_plan(), seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def losses(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            out = model(x)
+            if kind == "backward":
+                out = Late.apply(out)  # type: ignore[no-untyped-call]
+            each: Tensor = LOSS(out, y)
+            return each
+
+        take = private.captured(losses, optimizer)
+        if not wanted:
+            take.why_not, private.engine.static = "not wanted", False
+        torch.manual_seed(5)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for batch in private.batches(tuple(part.cuda() for part in make_data())):
+                take(*batch)
+        said = [warning for warning in seen if warning.category is EagerStep]
+        assert len(said) == wanted
+        assert private.step == STEPS
+        assert take.why_not is not None
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@cuda
+def test_modes_and_other_settings_are_followed() -> None:
+    """Dropout is switched off, momentum changes, a parameter moves: each is seen."""
+    results = []
+    for wanted in (True, False):
+        model = make_model(0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        private = PrivateGradients(model, make_plan(), seed=3)
+        take = private.captured(lambda x, y, model=model: LOSS(model(x), y), optimizer)
+        if not wanted:
+            take.why_not, private.engine.static = "not wanted", False
+        torch.manual_seed(5)
+        first = model[0]
+        assert isinstance(first, nn.Linear)
+        for batch in private.batches(tuple(part.cuda() for part in make_data())):
+            take(*batch)
+            if private.step == 10:
+                model[2].eval()
+            if private.step == 20:
+                optimizer.param_groups[0]["momentum"] = 0.5
+            if private.step == 25:
+                first.weight.data = first.weight.data.clone()
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@cuda
+def test_a_state_that_is_loaded_is_gone_on_from() -> None:
+    """Momentum from elsewhere, in the middle of a run."""
+    results = []
+    for wanted in (True, False):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        private = PrivateGradients(model, make_plan(), seed=3)
+        take = private.captured(lambda x, y, model=model: LOSS(model(x), y), optimizer)
+        if not wanted:
+            take.why_not, private.engine.static = "not wanted", False
+        for batch in private.batches(tuple(part.cuda() for part in make_data())):
+            take(*batch)
+            if private.step == 10:
+                kept = copy.deepcopy(optimizer.state_dict())
+            if private.step == 20:
+                optimizer.load_state_dict(kept)
+                overwrite_free_memory()
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@cuda
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_goes_on_recorded_or_not(first: bool, tmp_path: Path) -> None:
+    """Stopped in a recorded run and taken up in one without, and the other way round."""
+    plan = make_plan(sampling_rate=0.4, schedule="uniform")
+
+    class Stop(Exception):
+        pass
+
+    def run(record: bool, folder: Path, stop: int | None) -> Tensor:
+        def after(step: int, private: PrivateGradients) -> None:  # noqa: ARG001
+            if step == stop:
+                raise Stop
+
+        model = make_model(0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        torch.manual_seed(5)
+        fit(
+            model,
+            make_data(),
+            plan,
+            loss=LOSS,
+            optimizer=optimizer,
+            seed=3,
+            folder=Checkpoints(folder, every=5),
+            device=Compute(device="cuda", record=record, pad=True),
+            progress=Progress(shown=False, after_step=after),
+        )
+        return weights(model)
+
+    whole = run(first, tmp_path / "whole", None)
+    with pytest.raises(Stop):
+        run(first, tmp_path / "parts", 23)
+    parts = run(not first, tmp_path / "parts", None)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@cuda
+def test_fit_records_by_itself_and_says_nothing_of_it() -> None:
+    plan = make_plan(sampling_rate=0.4, schedule="uniform")
+    results = []
+    for record in (True, False):
+        model = make_model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", EagerStep)
+            fit(
+                model,
+                make_data(),
+                plan,
+                loss=LOSS,
+                lr=0.1,
+                seed=3,
+                device=Compute(device="cuda", record=record),
+                progress=False,
+            )
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@cuda
+def test_a_refused_step_leaves_everything_as_it_was() -> None:
+    model = make_model()
+    private = PrivateGradients(model, make_plan(steps=12), seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take = private.captured(lambda x, y: LOSS(model(x), y), optimizer)
+    x, y = (part.cuda() for part in make_data())
+    for _ in range(12):
+        take(x, y)
+    before = weights(model).clone()
+    with pytest.raises(dim.BudgetRefused):
+        take(x, y)
+    assert torch.equal(weights(model), before)
+    assert private.step == 12
+
+
+@cuda
+def test_a_batch_of_ones_own_is_refused_where_rows_are_sampled() -> None:
+    model = make_model()
+    private = PrivateGradients(model, make_plan(sampling_rate=0.5), seed=3)
+    take = private.captured(
+        lambda x, y: LOSS(model(x), y), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    x, y = (part.cuda() for part in make_data())
+    with pytest.raises(InputError, match=r"drawn by private\.batches"):
+        take(x, y)
+    assert private.step == 0
+
+
+def test_on_a_cpu_steps_run_one_operation_after_the_other() -> None:
+    results = []
+    for captured in (True, False):
+        model = make_model(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        private = PrivateGradients(model, make_plan(sampling_rate=0.3), seed=3)
+        take = private.captured(lambda x, y, model=model: LOSS(model(x), y), optimizer)
+        assert take.why_not == "the model is not on a GPU"
+        for x, y in private.batches(make_data()):
+            if captured:
+                losses = take(x, y)
+                assert len(losses) == len(x)
+                assert not losses.requires_grad
+                continue
+            private.backward(LOSS(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        results.append(weights(model))
+    assert torch.equal(*results)
