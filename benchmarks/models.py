@@ -4,9 +4,11 @@
     python benchmarks/models.py --models gpt2 --rounds 20 --no-opacus
 
 BERT-base, GPT-2, ViT-B/16 and a decoder of 218 million parameters shaped like Llama, with random
-weights, in bfloat16 autocast, eager; all parameters trained, or LoRA of rank 8 on the attention.
-One kind of step after the other, each warmed up; times are medians, ratios those of medians, peaks
-those of the device. Without a GPU the models are small and only show that everything runs.
+weights, in bfloat16 autocast; all parameters trained, or LoRA of rank 8 on the attention. Eager
+steps are gradients alone; recorded ones, on a GPU, are whole steps with the update by SGD. One kind
+of step after the other, each warmed up; times are medians, ratios those of medians to the plain
+eager step, peaks those of the device, first steps included. Without a GPU the models are small and
+only show that everything runs.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import diminuendo as dim
+from diminuendo.training import PrivateGradients
 from diminuendo.training.clipping import Engine, Flat
 
 Loss = Callable[[nn.Module], Tensor]
-WARM = 3
+WARM = 6
 
 
 def bert(small: bool, device: str) -> tuple[nn.Module, Loss]:
@@ -159,6 +163,11 @@ def prepared(kind: str, model: nn.Module, loss: Loss, device: str) -> Iterator[C
             yield private
         clear()
         return
+    if kind.startswith("recorded"):
+        with recorded(kind, model, losses, params) as step:
+            yield step
+        clear()
+        return
     from opacus.grad_sample import GradSampleModule
     from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost
     from opacus.optimizers import DPOptimizer
@@ -196,6 +205,47 @@ def prepared(kind: str, model: nn.Module, loss: Loss, device: str) -> Iterator[C
         clear()
 
 
+@contextlib.contextmanager
+def recorded(
+    kind: str, model: nn.Module, losses: Callable[[], Tensor], params: list[nn.Parameter]
+) -> Iterator[Callable[[], None]]:
+    """A whole step that is replayed: plain, or private with exact or fast noise."""
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    if kind == "recorded plain":
+
+        def step() -> None:
+            optimizer.zero_grad()
+            losses().mean().backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        yield graph.replay
+        return
+    with torch.no_grad():
+        examples = len(losses())
+    plan = dim.plan(
+        dim.Budget(epsilon=1, delta=1e-5), examples=examples, parameters=1, steps=100_000,
+        schedule="uniform",
+    )  # fmt: skip
+    private = PrivateGradients(model, plan, noise="fast" if kind == "recorded fast" else "exact")
+    take = private.captured(losses, optimizer)
+
+    def taken() -> None:
+        take()
+        if take.why_not is not None:
+            raise RuntimeError(f"not recorded: {take.why_not}")
+
+    yield taken
+    private.close()
+
+
 def _sync(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -210,16 +260,16 @@ def seconds_of(step: Callable[[], None], device: str) -> float:
     return time.perf_counter() - start
 
 
-def peak_of(step: Callable[[], None], device: str) -> float:
-    """MiB that the device holds at most during a step."""
-    if device != "cuda":
-        return 0.0
+def _forget_peak(device: str) -> None:
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    _sync(device)
-    return torch.cuda.max_memory_allocated() / 2**20
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: str) -> float:
+    """MiB that the device held at most."""
+    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0
 
 
 def measure(name: str, lora: bool, kinds: list[str], rounds: int, device: str) -> None:
@@ -230,11 +280,12 @@ def measure(name: str, lora: bool, kinds: list[str], rounds: int, device: str) -
     title = f"{name}{' + LoRA' if lora else ''}"
     plain_seconds = plain_peak = 0.0
     for kind in kinds:
+        _forget_peak(device)
         try:
             with prepared(kind, model, loss, device) as step:
                 for _ in range(WARM):
                     step()
-                peak = peak_of(step, device)
+                peak = _peak(device)
                 times = [seconds_of(step, device) for _ in range(rounds)]
         except Exception as error:  # a contender that does not run is a result
             print(f"{title:<14} {kind:<14} {type(error).__name__}: {str(error)[:90]}", flush=True)
@@ -263,6 +314,8 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
     kinds = ["plain", "private"]
+    if device == "cuda":
+        kinds += ["recorded plain", "recorded fast", "recorded exact"]
     if not chosen.no_opacus and importlib.util.find_spec("opacus") is not None:
         kinds += ["opacus hooks", "opacus ghost"]
     for name in chosen.models:

@@ -1,11 +1,13 @@
-"""Time and memory of a private gradient beside the plain one, and beside Opacus' four modes.
+"""Time and memory of private training steps beside plain ones, and beside Opacus' four modes.
 
     python benchmarks/training.py                  # on the CPU; on a GPU where there is one
     python benchmarks/training.py --workloads AD --rounds 100 --no-opacus
     python benchmarks/training.py --before 3       # as in a training loop, not one step in turn
 
 Every round times each variant once, in a rotating order, in one process; the ratios are medians
-over rounds of (variant / plain in the same round), with the quartiles beside them.
+over rounds of (variant / plain in the same round), with the quartiles beside them. On a GPU, where
+TF32 is allowed and K runs in bfloat16, whole steps are compared twice: with the plain step run
+eagerly, and with the plain step recorded as a CUDA graph, as private steps are.
 """
 
 from __future__ import annotations
@@ -66,6 +68,59 @@ class Transformer(nn.Module):
         return scores
 
 
+class Decoder(nn.Module):
+    """Shaped like Llama: rotary attention, gated units, no biases; the mean loss of a text."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(DecoderLayer(width, heads, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        scores = self.head(self.norm(x))[:, :-1]
+        each = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return each.view(len(tokens), -1).float().mean(1)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a gated network, each after a normalisation."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv)
+        out = F.scaled_dot_product_attention(_turned(q), _turned(k), v, is_causal=True)
+        x = x + self.o(out.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+    @property
+    def qkv(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.q, self.k, self.v
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Rotary positions."""
+    half = x.shape[3] // 2
+    speed = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.outer(torch.arange(x.shape[2], device=x.device), speed)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), 3)
+
+
 def residual(cin: int, stages: list[tuple[int, int]]) -> nn.Module:
     """A residual network of blocks (channels, stride); E is WideResNet-16-4's layout."""
     layers: list[nn.Module] = [
@@ -109,11 +164,23 @@ def workload(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]
     elif name == "E":
         model = residual(16, [(64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1)])
         x = torch.randn(512, 3, 32, 32)
-    else:
+    elif name == "F":
         model = Transformer(8000, 512, 8, 6)
         x = torch.randint(0, 8000, (64, 128))
+    else:
+        model = Decoder(32000, 1024, 16, 12, 2816)
+        x = torch.randint(0, 32000, (16, 256))
     y = torch.randint(0, 10, (x.shape[0],))
     return model.to(device), x.to(device), y.to(device)
+
+
+def losses_of(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """One loss for each example."""
+    if name != "K":
+        return F.cross_entropy(model(x), y, reduction="none")
+    with torch.autocast(x.device.type, torch.bfloat16):
+        losses: Tensor = model(x)
+    return losses
 
 
 def plain_step(name: str, device: str, update: bool = False) -> Step:
@@ -122,9 +189,46 @@ def plain_step(name: str, device: str, update: bool = False) -> Step:
 
     def step() -> None:
         optimiser.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        losses_of(name, model, x, y).mean().backward()
         if update:
             optimiser.step()
+
+    return step
+
+
+def recorded_plain_step(name: str) -> Step:
+    """The plain step with its update as a CUDA graph."""
+    step = plain_step(name, "cuda", True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.keeps = step  # type: ignore[attr-defined]
+    return replay
+
+
+def recorded_step(name: str, noise: NoiseName) -> Step:
+    """The whole private step, recorded and replayed."""
+    model, x, y = workload(name, "cuda")
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    private = PrivateGradients(model, uniform_plan(len(x)), noise=noise)
+    take = private.captured(lambda x, y: losses_of(name, model, x, y), optimiser)
+    for _ in range(6):
+        take(x, y)
+    if take.why_not is not None:
+        print(f"{name}  not recorded: {take.why_not}")
+
+    def step() -> None:
+        take(x, y)
 
     return step
 
@@ -134,34 +238,43 @@ def private_step(name: str, device: str, update: bool = False, noise: NoiseName 
     model, x, y = workload(name, device)
     optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
     if update:
-        return whole_step(model, x, y, optimiser, noise)
+        return whole_step(name, model, x, y, optimiser, noise)
     engine, clip = Engine(model), Flat(1.0)
 
     def step() -> None:
         optimiser.zero_grad()
-        result = engine.clipped_sum(F.cross_entropy(model(x), y, reduction="none"), clip)
+        result = engine.clipped_sum(losses_of(name, model, x, y), clip)
         for param, total in zip(engine.parameters, result.sums, strict=True):
             param.grad = total
 
     return step
 
 
-def whole_step(
-    model: nn.Module, x: Tensor, y: Tensor, optimiser: torch.optim.Optimizer, noise: NoiseName
-) -> Step:
-    """Request, clip, sum, noise, divide, update."""
-    plan = dim.plan(
+def uniform_plan(examples: int) -> dim.Plan:
+    """Full batches, more steps than anybody measures."""
+    return dim.plan(
         dim.Budget(epsilon=1, delta=1e-5),
-        examples=len(x),
+        examples=examples,
         parameters=1,
         steps=100_000,
         schedule="uniform",
     )
-    private = PrivateGradients(model, plan, noise=noise)
+
+
+def whole_step(
+    name: str,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    optimiser: torch.optim.Optimizer,
+    noise: NoiseName,
+) -> Step:
+    """Request, clip, sum, noise, divide, update."""
+    private = PrivateGradients(model, uniform_plan(len(x)), noise=noise)
 
     def step() -> None:
         optimiser.zero_grad()
-        private.backward(F.cross_entropy(model(x), y, reduction="none"))
+        private.backward(losses_of(name, model, x, y))
         optimiser.step()
 
     return step
@@ -273,20 +386,28 @@ def memory(name: str, kind: str) -> None:
 
 
 def gpu_memory(name: str) -> None:
-    """Peak device memory of each kind of whole step."""
+    """Peak device memory of each kind of whole step, recorded."""
     peaks = {}
-    for kind, make in (("plain", plain_step), ("private", private_step)):
+    kinds: dict[str, Callable[[], Step]] = {
+        "plain": lambda: recorded_plain_step(name),
+        "fast": lambda: recorded_step(name, "fast"),
+        "exact": lambda: recorded_step(name, "exact"),
+    }
+    for kind, make in kinds.items():
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        step = make(name, "cuda", True)
+        before = torch.cuda.memory_allocated()
+        step = make()
         for _ in range(3):
             step()
-        peaks[kind] = torch.cuda.max_memory_allocated() / 2**20
+        peaks[kind] = (torch.cuda.max_memory_allocated() - before) / 2**20
         del step
     print(
-        f"{name}  peak device MiB: plain {peaks['plain']:.0f}, private {peaks['private']:.0f}, "
-        f"ratio {peaks['private'] / peaks['plain']:.3f}"
+        f"{name}  peak device MiB, recorded: "
+        + ", ".join(f"{kind} {peak:.0f}" for kind, peak in peaks.items())
+        + f"; ratio fast {peaks['fast'] / peaks['plain']:.3f}, "
+        f"exact {peaks['exact'] / peaks['plain']:.3f}"
     )
 
 
@@ -318,7 +439,18 @@ def bench(name: str, device: str, rounds: int, opacus: bool, before: int) -> Non
         "private, fast noise": private_step(name, device, True, "fast"),
         "exact noise alone": noise_step(name, device),
     }
-    report(name, compare(updates, rounds, device, before), "plain+SGD")
+    if device == "cuda":
+        del updates["private, whole"], updates["private, fast noise"]
+        updates |= {
+            "plain, recorded": recorded_plain_step(name),
+            "private, recorded": recorded_step(name, "exact"),
+            "fast, recorded": recorded_step(name, "fast"),
+        }
+    seconds = compare(updates, rounds, device, before)
+    report(name, seconds, "plain+SGD")
+    if device == "cuda":
+        recorded = ("plain, recorded", "private, recorded", "fast, recorded")
+        report(name, {key: seconds[key] for key in recorded}, "plain, recorded")
 
 
 def main() -> None:
@@ -337,12 +469,14 @@ def main() -> None:
     if options.measure:
         memory(*options.measure)
         return
-    precision = "TF32 on" if options.device == "cuda" else "float32 (TF32 is for GPUs)"
+    precision = (
+        "TF32 on, K in bfloat16" if options.device == "cuda" else "float32 (TF32 is for GPUs)"
+    )
     print(
         f"PyTorch {torch.__version__} on {options.device}, {options.threads} threads, {precision}; "
         "ratios are to the plain step run eagerly"
     )
-    for name in options.workloads or ("AEF" if options.device == "cuda" else "ABCD"):
+    for name in options.workloads or ("AEFK" if options.device == "cuda" else "ABCD"):
         bench(name, options.device, options.rounds, not options.no_opacus, options.before)
 
 
