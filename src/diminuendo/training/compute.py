@@ -25,8 +25,8 @@ class Compute:
                  a step takes longer (docs/how-to/static-shapes.md). Done where steps are recorded
                  unless given
     record       on a GPU, record a step once and replay it, where that is possible: the same
-                 results in less time (docs/how-to/recorded-steps.md). Data in tensors then go to the
-                 GPU as a whole if they take at most a quarter of what is free there
+                 results in less time (docs/how-to/recorded-steps.md). Data in tensors then go to
+                 the GPU as a whole if they take at most a quarter of what is free there
     """
 
     device: torch.device | str | None = None
