@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -316,40 +319,73 @@ def test_a_state_that_is_loaded_is_gone_on_from() -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+def in_a_folder(folder: Path, record: bool, after: Callable[[int, Any], None]) -> Tensor:
+    """Parameters after a run with dropout and drawn batches; its state is saved every 5 steps."""
+    model = make_model(0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    torch.manual_seed(5)
+    fit(
+        model,
+        make_data(),
+        make_plan(sampling_rate=0.4, schedule="uniform"),
+        loss=LOSS,
+        optimizer=optimizer,
+        seed=3,
+        folder=Checkpoints(folder, every=5),
+        device=Compute(device="cuda", record=record, pad=True),
+        progress=Progress(shown=False, after_step=after),
+    )
+    return weights(model)
+
+
+def going_on(step: int, private: PrivateGradients) -> None:
+    """What is done after a step of a run that nobody stops."""
+
+
 @cuda
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_goes_on_recorded_or_not(first: bool, tmp_path: Path) -> None:
     """Stopped in a recorded run and taken up in one without, and the other way round."""
-    plan = make_plan(sampling_rate=0.4, schedule="uniform")
 
     class Stop(Exception):
         pass
 
-    def run(record: bool, folder: Path, stop: int | None) -> Tensor:
-        def after(step: int, private: PrivateGradients) -> None:  # noqa: ARG001
-            if step == stop:
-                raise Stop
+    def stop(step: int, private: PrivateGradients) -> None:  # noqa: ARG001
+        if step == 23:
+            raise Stop
 
-        model = make_model(0.2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        torch.manual_seed(5)
-        fit(
-            model,
-            make_data(),
-            plan,
-            loss=LOSS,
-            optimizer=optimizer,
-            seed=3,
-            folder=Checkpoints(folder, every=5),
-            device=Compute(device="cuda", record=record, pad=True),
-            progress=Progress(shown=False, after_step=after),
-        )
-        return weights(model)
-
-    whole = run(first, tmp_path / "whole", None)
+    whole = in_a_folder(tmp_path / "whole", first, going_on)
     with pytest.raises(Stop):
-        run(first, tmp_path / "parts", 23)
-    parts = run(not first, tmp_path / "parts", None)
+        in_a_folder(tmp_path / "parts", first, stop)
+    parts = in_a_folder(tmp_path / "parts", not first, going_on)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_captured
+
+def kill(step, private):
+    if step == 23:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+test_captured.in_a_folder(Path({folder!r}), {record!r}, kill)
+"""
+
+
+@cuda
+@pytest.mark.parametrize("first", [True, False])
+def test_a_killed_run_goes_on_recorded_or_not(first: bool, tmp_path: Path) -> None:
+    """A process that dies in a recorded run, and one that dies in a run step by step."""
+    whole = in_a_folder(tmp_path / "whole", first, going_on)
+    script = KILLED.format(
+        tests=str(Path(__file__).parent), folder=str(tmp_path / "parts"), record=first
+    )
+    died = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    parts = in_a_folder(tmp_path / "parts", not first, going_on)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
