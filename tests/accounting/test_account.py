@@ -16,7 +16,7 @@ import diminuendo as dim
 from diminuendo import accounting
 from diminuendo.accounting import renyi
 from diminuendo.accounting.account import Releases
-from diminuendo.budget import epsilon_of
+from diminuendo.budget import Relation, epsilon_of
 
 sigmas_lists = st.lists(st.floats(0.6, 4), min_size=1, max_size=4).map(lambda s: s * 25)
 rates = st.floats(-2.5, -0.1).map(lambda x: 10**x)
@@ -275,3 +275,11 @@ def test_one_claim_for_full_batches_and_samples(conversion: Literal["exact", "zc
     assert accounting.claim([], budget) == 0
     many = [dim.GaussianStep(noise_multiplier=1e5, count=10**9)]
     assert accounting.claim(many, budget) == pytest.approx(budget.epsilon_of(0.1), rel=1e-9)
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+def test_a_delta_too_small_for_a_double_is_not_called_zero(relation: Relation) -> None:
+    """The true δ is above 10⁻³⁰⁰⁰⁰ and not 0: an upper bound may not be 0 either."""
+    for rate in (1.0, 0.01, 1e-8):
+        assert 0 < dim.delta([1.0], 600, rate, relation=relation) < 1e-30
+    assert dim.delta([], 600) == 0

@@ -26,6 +26,8 @@ LEAST_SIGMA, MOST_SIGMA, LEAST_RATE = 0.05, 1e6, 1e-8
 """What subsampled steps are certified for; σ above the most counts as the most."""
 TOLERANCE = 5e-4
 """How far a certified ε of subsampled steps may be above the exact one, about, as a share of it."""
+_NO_DOUBLE = 1e-300
+"""More than any δ > 0 that doubles cannot hold."""
 
 T = TypeVar("T")
 
@@ -232,10 +234,10 @@ def delta(
     if steps.full_batch:
         return budget.delta_of(steps.spent, epsilon=epsilon, relation=relation)
     half = epsilon / 2 if relation == "replace-one" else epsilon
-    upper = _certified(lambda: subsampled.delta_bounds(*steps._reach(), half).upper)
+    upper = _certified(lambda: subsampled.delta_bounds(*steps._reach(), half).upper) + _NO_DOUBLE
     if relation == "replace-one":
         return 1.0 if half > 700 else min(upper * (1 + math.exp(half)), 1.0)
-    return upper
+    return min(upper, 1.0)
 
 
 def bracket(sigmas: ArrayLike, delta: float, sampling_rate: ArrayLike = 1.0) -> Bracket:
