@@ -6,8 +6,10 @@
 
 Every round times each variant once, in a rotating order, in one process; the ratios are medians
 over rounds of (variant / plain in the same round), with the quartiles beside them. On a GPU, where
-TF32 is allowed and K runs in bfloat16, whole steps are compared twice: with the plain step run
-eagerly, and with the plain step recorded as a CUDA graph, as private steps are.
+TF32 is allowed and K runs in bfloat16, a time is that of several steps launched one after the
+other, as in training, where the host does not wait between steps; and whole steps are compared
+twice: with the plain step run eagerly, and with the plain step recorded as a CUDA graph, as private
+steps are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import statistics
 import subprocess
 import sys
@@ -336,11 +339,12 @@ def _sync(device: str) -> None:
 def compare(
     steps: dict[str, Step], rounds: int, device: str, before: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round: of one step, after so many of the same variant, which
+    """Seconds of a step of each variant in each round, after so many of the same variant, which
     leave the caches and the cores as a training loop finds them."""
     for step in steps.values():
         for _ in range(4):
             step()
+    row = 1 if device == "cpu" else _row(next(iter(steps.values())))
     seconds: dict[str, list[float]] = {key: [] for key in steps}
     order = list(steps)
     gc.collect()
@@ -351,10 +355,20 @@ def compare(
                 steps[key]()
             _sync(device)
             start = time.perf_counter()
-            steps[key]()
+            for _ in range(row):
+                steps[key]()
             _sync(device)
-            seconds[key].append(time.perf_counter() - start)
+            seconds[key].append((time.perf_counter() - start) / row)
     return seconds
+
+
+def _row(step: Step) -> int:
+    """How many steps in a row take 20 ms on a GPU, and three at least."""
+    _sync("cuda")
+    start = time.perf_counter()
+    step()
+    _sync("cuda")
+    return max(3, math.ceil(0.02 / (time.perf_counter() - start)))
 
 
 def report(name: str, seconds: dict[str, list[float]], base: str) -> None:
@@ -395,6 +409,7 @@ def gpu_memory(name: str) -> None:
     }
     for kind, make in kinds.items():
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # else what is measured first pays for all
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -161,6 +161,18 @@ def test_bfloat16_autocast(name: str) -> None:
     close(whole, torch.cat([total.flatten() for total in sums]), 0.05, "sums")
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_have_the_type_of_the_parameters(dtype: torch.dtype, static: bool) -> None:
+    """So that they can be assigned to ``p.grad``."""
+    torch.set_default_dtype(dtype)
+    model = nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 8)).cuda()
+    with Engine(model, static=static) as engine:
+        result = engine.clipped_sum(batch_loss(model, (torch.randn(30, 20).cuda(),)), Flat(0.5))
+    for param, total in zip(engine.parameters, result.sums, strict=True):
+        param.grad = total
+
+
 @pytest.mark.parametrize("name", ["linear", "conv2d", "embedding", "transformer"])
 def test_a_broken_example_contributes_nothing(name: str) -> None:
     model, x = case(name)

@@ -422,9 +422,10 @@ def _describable(x: Tensor) -> bool:
 def of_rows(
     u: Tensor, v: Tensor, factors: Tensor, *, double: bool, rounded: bool
 ) -> tuple[Tensor, Tensor]:
-    """``sum_i factors[i] u_i v_i^T`` and ``sum_i factors[i] u_i`` for float32 rows ``(N, *)``.
+    """``sum_i factors[i] u_i v_i^T`` and ``sum_i factors[i] u_i`` for float32 rows ``(N, *)``, in
+    the type of the factors.
 
-    In float64 if ``double``; else in float32, where ``rounded`` allows TF32.
+    Added up in float64 if ``double``; else in float32, where ``rounded`` allows TF32.
     """
     (examples, rows), cols = u.shape, v.shape[1]
     tile = 64
@@ -450,7 +451,7 @@ def of_rows(
             COLS=tile,
             EXAMPLES=16 if double else 32,
         )
-    total = out[0] if parts == 1 else out.sum(0)
+    total = (out[0] if parts == 1 else out.sum(0)).to(factors.dtype)
     return total[: rows * cols].view(rows, cols), total[rows * cols :]
 
 
