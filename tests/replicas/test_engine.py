@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import CLASSES, LOSS, N, Normed, Recurrent, deep, logistic, make_data, mlp, replica
+from toys import CLASSES, LOSS, D, N, Normed, Recurrent, deep, logistic, make_data, mlp, replica
 
 import diminuendo as dim
 from diminuendo.replicas import Replica, initialise, study, train
+from diminuendo.replicas.layers import FeatureScale, layers_of
 from diminuendo.training import PrivateDescent, fit
 from diminuendo.training.clipping import Automatic, Flat, PerLayer
 
@@ -88,7 +89,19 @@ def check(model: Callable[[], nn.Module], replicas: list[Replica], **options: An
         assert outcome.train_accuracy == pytest.approx(right, abs=1e-6)
 
 
-@pytest.mark.parametrize("model", [logistic, mlp, deep, lambda: Normed().double()])
+def scaled() -> nn.Module:
+    scale = FeatureScale(torch.linspace(2.0, 0.1, D)).double()
+    return nn.Sequential(scale, *mlp())
+
+
+def test_a_network_behind_fixed_factors_is_a_perceptron() -> None:
+    layers = layers_of(scaled())
+    assert layers is not None
+    assert len(layers[0].factors) == D
+    assert layers_of(nn.Sequential(*mlp(), FeatureScale(torch.ones(CLASSES)))) is None
+
+
+@pytest.mark.parametrize("model", [logistic, mlp, deep, scaled, lambda: Normed().double()])
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_replicas_equal_the_trainer(model: Callable[[], nn.Module], rate: float) -> None:
     check(model, some_replicas(rate))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import diminuendo as dim
+from diminuendo.adapters.sklearn import PrivateClassifier
 from diminuendo.errors import InputError
 from diminuendo.replicas import Replica, initialise, train
 from diminuendo.training import Automatic, Flat, PerLayer, fit
@@ -266,6 +267,46 @@ def test_a_linear_model_starts_from_zero() -> None:
     assert Linear(6, 3).parameters == 21
 
 
+@pytest.mark.parametrize(("name", "hidden"), [("ordered linear", None), ("ordered 4", 4)])
+def test_a_model_of_ordered_features_makes_later_ones_smaller(
+    name: str, hidden: int | None
+) -> None:
+    best = tune(models=[name], rounds=0, repeats=1).best
+    assert best.candidate.model == (name if hidden is None else f"ordered hidden {hidden}")
+    assert best.hidden is None, "nobody takes it for a plain network"
+    again = Choice.from_json(best.to_json())
+    for choice in (best, again):
+        assert choice.model is not None
+        scale = choice.model()[0]  # type: ignore[index]
+        factors = scale(torch.ones(1, 6))[0]
+        assert factors.square().mean() == pytest.approx(1)
+        assert (factors[:-1] > factors[1:]).all()
+    data = public(120)
+    result = fit(best.model(), data, best, loss=LOSS, progress=False)  # type: ignore[misc]
+    assert result.status == "done"
+    with pytest.raises(InputError, match="a model of its own"):
+        PrivateClassifier(plan=best, classes=[0, 1, 2]).fit(data[0].numpy(), data[1].numpy())
+
+
+def test_ordered_features_are_chosen_where_the_first_ones_matter() -> None:
+    """And not where none matters more than another."""
+    few = dim.Budget(epsilon=2, delta=1e-5)
+    shape = Shape(examples=200, features=40, classes=2)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2000, 40, generator=generator)
+    matter = {
+        "ordered linear": torch.arange(1, 41) ** -1.0,
+        "linear": torch.cat([torch.zeros(30), torch.ones(10)]),
+    }
+    for expected, weights in matter.items():
+        labels = (x @ weights + 0.3 * torch.randn(2000, generator=generator) > 0).long()
+        found = dim.tune(
+            few, shape, models=["linear", "ordered linear"], auxiliary=(x, labels), rounds=1,
+            repeats=6, progress=False,
+        )  # fmt: skip
+        assert found.best.candidate.model == expected
+
+
 def public(rows: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     shape = Shape(examples=rows, features=6, classes=3)
     return auxiliary.gaussian(shape, labels="clusters", seed=seed)
@@ -296,6 +337,8 @@ def test_public_sets_of_one_s_own_are_held_out_by_halves() -> None:
         ({"models": "linear"}, "models"),
         ({"models": ["deep"]}, "models"),
         ({"models": [0]}, "models"),
+        ({"models": ["ordered deep"]}, "ordered linear"),
+        ({"models": ["ordered 0"]}, "models"),
         ({"models": ["linear", "linear"]}, "different names"),
         ({"models": ["linear"], "model": own}, "model"),
         ({"models": ["linear"], "trials": 3}, "models"),

@@ -44,7 +44,8 @@ def tune(
         str | None,
         typer.Option(
             help="Models to choose from, separated by commas: linear, or numbers of hidden units; "
-            "linear,32,128 unless stated."
+            "linear,32,128 unless stated. For features in order of importance, such as principal "
+            "components: 'ordered linear,ordered 32'."
         ),
     ] = None,
     hidden: Annotated[

@@ -189,7 +189,8 @@ def hidden_of(name: str) -> str | int:
     """A model of the setting as `tune` takes it."""
     if name == PAPER:
         return 1000
-    return name if name == "linear" else int(name.removeprefix("hidden "))
+    kind = name.replace("hidden ", "")
+    return int(kind) if kind.isdecimal() else kind
 
 
 def candidate_key(candidate: Candidate) -> str:

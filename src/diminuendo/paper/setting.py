@@ -23,14 +23,14 @@ class JointTask:
 
     name      the task
     cells     (N, ε, δ), in the order in which they are run
-    models    chosen from: "linear", "hidden 32", …
+    models    chosen from: "linear", "hidden 32", "ordered linear", …
     compared  the models that are run in all four ways; others only where they are chosen
     paper     (N, ε) of the cells in which the paper's network is compared and chosen from, too
     """
 
     name: str
     cells: tuple[tuple[int, float, float], ...]
-    models: tuple[str, ...] = ("linear", "hidden 128")
+    models: tuple[str, ...] = ("linear", "hidden 128", "ordered linear", "ordered hidden 128")
     compared: tuple[str, ...] = ("linear",)
     paper: tuple[tuple[int, float], ...] = ()
 
@@ -55,7 +55,11 @@ JOINT = (
         paper=((500, 4.0),),
     ),
     JointTask(name="breast cancer", cells=_grid(400), models=("linear", "hidden 32")),
-    JointTask(name="MNIST35", cells=_grid(250, 500, 1000), models=("linear", "hidden 32")),
+    JointTask(
+        name="MNIST35",
+        cells=_grid(250, 500, 1000),
+        models=("linear", "hidden 32", "ordered linear", "ordered hidden 32"),
+    ),
     JointTask(  # the longest last
         name="MNIST",
         cells=((1000, 4.0, 1e-8), (2000, 4.0, 1e-8)),
@@ -64,7 +68,9 @@ JOINT = (
 )
 QUICK_JOINT = (
     JointTask(name="breast cancer", cells=((400, 1.0, 1e-5),), models=("linear", "hidden 32")),
-    JointTask(name="MNIST", cells=((500, 4.0, 1e-8),), models=("linear", "hidden 32")),
+    JointTask(
+        name="MNIST", cells=((500, 4.0, 1e-8),), models=("linear", "hidden 32", "ordered linear")
+    ),
 )
 
 

@@ -34,11 +34,16 @@ class _Examples(NamedTuple):
 
 
 class FlatData(Data):
-    """Flat inputs, with a column of ones where the first layer has a bias, and their norms."""
+    """Flat inputs times the first layer's factors, with a column of ones where it has a bias, and
+    their norms."""
 
-    def __init__(self, x: Tensor, y: Tensor, indices: Sequence[int], ones: bool) -> None:
+    def __init__(self, x: Tensor, y: Tensor, indices: Sequence[int], first: Layer) -> None:
         x = x.flatten(2)
-        super().__init__(torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) if ones else x, y, indices)
+        if first.factors:
+            x = x * x.new_tensor(first.factors)
+        if first.bias:
+            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2)
+        super().__init__(x, y, indices)
         self._lengths = _length(self.x)
         self._cache: dict[tuple[int, int, int], _Examples] = {}
 
@@ -161,7 +166,7 @@ class Perceptrons(Batch):
 
     def data(self, x: Tensor, y: Tensor, indices: Sequence[int]) -> FlatData:
         """Stacked data sets, and the index of the one that each replica uses."""
-        return FlatData(x, y, indices, self.layers[0].bias)
+        return FlatData(x, y, indices, self.layers[0])
 
     def _maps(self, stored: Sequence[Tensor]) -> Iterator[_Map]:
         left = iter(stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,17 @@ class Choice:
 
     @property
     def hidden(self) -> int | None:
-        """Units of the hidden layer, 0 for a linear model; None for the user's own models."""
-        if isinstance(self.model, TwoLayers):
-            return self.model.hidden
-        return 0 if isinstance(self.model, Linear) else None
+        """Units of the hidden layer, 0 for a linear model; None for the user's own models, and for
+        those that scale their features."""
+        if not isinstance(self.model, (Linear, TwoLayers)) or self.model.ordered:
+            return None
+        return self.model.hidden if isinstance(self.model, TwoLayers) else 0
 
     def to_json(self) -> str:
         """One JSON object, for `diminuendo train`; a model of the user's own is left out."""
         model = None
         if isinstance(self.model, (Linear, TwoLayers)):
-            model = {"hidden": self.hidden, **asdict(self.model)}
+            model = {"hidden": 0, **asdict(self.model)}
         return json.dumps(
             {
                 "schema": CHOICE,
@@ -88,8 +89,9 @@ class Choice:
             own = None
             if model is not None:
                 ends = int(model["features"]), int(model["classes"])
-                hidden = int(model["hidden"])
+                hidden, ordered = int(model["hidden"]), bool(model.get("ordered", False))
                 own = TwoLayers(ends[0], hidden, ends[1]) if hidden else Linear(*ends)
+                own = replace(own, ordered=ordered)
             candidate, lr = Candidate(**values["candidate"]), float(values["lr"])
             plan = json.dumps(values["plan"], ensure_ascii=False)
         except (TypeError, KeyError, ValueError):
