@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, rounding, sums
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
+from diminuendo.training.clipping.device import DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.rounding import row_norm
+from diminuendo.training.clipping.scaled import Scaled
 from diminuendo.training.clipping.sums import Job, Lookup, Product, Rows, multiply
 from diminuendo.training.cores import Beside
 
@@ -299,3 +302,50 @@ def test_the_range_of_float32_is_kept() -> None:
     assert term.error > 1e-8
     error = squared_error(total, exact_sum(rows, factors))
     assert error <= (Fraction(ALLOWANCE) * Fraction(low)) ** 2
+
+
+class There(DeviceTerm):
+    """A term of the kind that a GPU has, on a CPU: its quick sum is off by a part of the sum."""
+
+    def __init__(self, rows: Tensor, factors: Tensor, off: float = 0.0) -> None:
+        self._exact = torch.einsum("i,inw->nw", factors, rows.double())
+        self._off = off
+
+    def precise(self) -> Tensor:
+        return self._exact.clone()
+
+    def quick_into(self, out: Tensor | None, vectors: Tensor) -> Tensor:  # noqa: ARG002
+        quick = (self._exact * (1 + self._off)).float()
+        return quick if out is None else out.copy_(quick)
+
+    def probes(self) -> int:
+        return len(self._exact)
+
+    def probe_error(self) -> float:
+        return 0.0
+
+    def measure(self, total: Tensor, vectors: Tensor, into: Tensor) -> None:
+        into.add_(torch.mm(vectors.t(), total.double() - self._exact).square_().sum())
+
+    def repair(self, total: Tensor, holds: Tensor) -> None:
+        if not holds:
+            total.copy_(self._exact)
+
+
+@pytest.mark.parametrize("quick_first", [True, False])
+def test_rows_of_one_parameter_may_be_summed_in_two_ways(quick_first: bool) -> None:
+    """Some rows quickly, in their place, others in float64: none of what was in that memory before
+    is left, as it would be of an attention whose queries are few and whose keys are many."""
+    torch.manual_seed(0)
+    factors = torch.full((5,), 0.5, dtype=torch.float64)
+    few, many = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
+    one, two = Rows(few, factors), There(many, factors)
+    order = (two, one) if quick_first else (one, two)
+    param, summation = nn.Parameter(torch.zeros(4, 3)), Summation()
+    summation.static = True
+    scaled = Scaled([param], {id(param): 0}, [0], [], [Group()], [factors])
+    terms = [Located(0, slice(2 * i, 2 * i + 2), term, factors) for i, term in enumerate(order)]
+    vars(scaled)["_terms"] = lambda: terms
+    (total,) = scaled.certified([torch.full((4, 3), math.nan)], summation, 1.0, ALLOWANCE)
+    expected = torch.cat([term.precise() for term in order])
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
