@@ -349,3 +349,14 @@ def test_rows_of_one_parameter_may_be_summed_in_two_ways(quick_first: bool) -> N
     (total,) = scaled.certified([torch.full((4, 3), math.nan)], summation, 1.0, ALLOWANCE)
     expected = torch.cat([term.precise() for term in order])
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [2.0**-140, 1.0])
+def test_a_sum_that_is_taken_again_keeps_its_digits(bound: float) -> None:
+    """Also where it is so small that float32 has none left."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 4, 5)
+    factors = bound * clipped(rows.flatten(1), 1.0)
+    term = There(rows, factors, off=0.5)
+    (total,) = Summation().parts([Located(0, slice(None), term, factors)], 3, bound, ALLOWANCE)
+    assert float((total.double() - term.precise()).norm()) <= ALLOWANCE * bound
