@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -13,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, rounding, sums
+from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, products, rounding, sums
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
-from diminuendo.training.clipping.device import DeviceTerm
+from diminuendo.training.clipping.device import DeviceConvolved, DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.rounding import row_norm
@@ -360,3 +361,15 @@ def test_a_sum_that_is_taken_again_keeps_its_digits(bound: float) -> None:
     term = There(rows, factors, off=0.5)
     (total,) = Summation().parts([Located(0, slice(None), term, factors)], 3, bound, ALLOWANCE)
     assert float((total.double() - term.precise()).norm()) <= ALLOWANCE * bound
+
+
+def test_what_is_measured_in_a_lane_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane reads it after the host has gone on: memory that was let go of would be written over,
+    in a recording, before the error of the sum is known."""
+    monkeypatch.setattr(products, "square_of_difference", lambda *given: None)
+    picture, factors = torch.randn(2, 3, 4, 4), torch.ones(2, dtype=torch.float64)
+    term = DeviceConvolved(nn.Identity(), picture, picture, factors, None)  # type: ignore[arg-type]
+    term._exact = [torch.ones(1, 16, 27, dtype=torch.float64)]
+    read = weakref.ref(term._exact[0])
+    term.measure(torch.zeros(3, 27), torch.zeros(3, 16), torch.zeros(1))
+    assert read() is not None
