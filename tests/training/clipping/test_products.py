@@ -185,6 +185,31 @@ def test_norms_of_half_precision_are_never_too_small(tokens: int, dtype: torch.d
     assert bool((size.norm <= exact * 1.01 + bulk * 0.02).all())
 
 
+def test_tokens_that_lie_far_apart_are_found() -> None:
+    """Sixteen tokens of one example that are 2²⁸ entries from each other: 8 GiB."""
+    from diminuendo.training.clipping import contract
+
+    shape, step = (1, 16, 64), 1 << 28
+    if torch.cuda.mem_get_info()[0] < 1 << 34:
+        pytest.skip("too little memory")
+    u, v = rows(*shape).bfloat16(), rows(*shape, seed=1).bfloat16()
+    far = u.new_empty(15 * step + 64).as_strided(shape, (16 * step, step, 1))
+    far.copy_(u)
+    factors = torch.ones(1, dtype=torch.float64, device="cuda")
+    vectors = torch.randn(64, VECTORS, dtype=torch.float64, device="cuda")
+    near, given = Sides(u, v), Sides(far, v)
+    sizes = contract.gram_size(far, v), contract.gram_size(u, v)
+    assert torch.equal(sizes[0].norm, sizes[1].norm)
+    found = [products.mixed(pair, factors, vectors).sum(0) for pair in (given, near)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(
+        products.weighted(given, factors.float()), exact(near, factors).float()
+    )
+    again = torch.zeros(64, 64, device="cuda")
+    products.repair(given, factors, again, torch.tensor([False], device="cuda"))
+    torch.testing.assert_close(again, exact(near, factors).float())
+
+
 class Wrong:
     """Quick sums that are off by a little, or by a lot, or no numbers."""
 

@@ -65,8 +65,8 @@ if available:
         total = tl.zeros([TOKENS, TOKENS], tl.float32)
         for start in range(0, width, WIDTH):
             at = start + k
-            a = x + s[:, None] * of_token + at[None, :]
-            b = x + t[None, :] * of_token + at[:, None]
+            a = x + s.to(tl.int64)[:, None] * of_token + at[None, :]
+            b = x + t.to(tl.int64)[None, :] * of_token + at[:, None]
             a = tl.load(a, (s[:, None] < tokens) & (at[None, :] < width), 0.0)
             b = tl.load(b, (t[None, :] < tokens) & (at[:, None] < width), 0.0)
             total += tl.dot(a, b, input_precision=PRECISION)

@@ -36,9 +36,10 @@ if available:
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _tile(x, example, token, column, tokens, columns, of_example, of_token, of_column):  # type: ignore[no-untyped-def]
         """Some tokens (or columns) of an example, in the shape in which they are given."""
+        # the tokens of one example may lie more than 2³¹ entries apart
         x += example.to(tl.int64) * of_example
-        at = token * of_token + column * of_column
-        return tl.load(x + at, (token < tokens) & (column < columns), 0.0)
+        at = x + token.to(tl.int64) * of_token + column.to(tl.int64) * of_column
+        return tl.load(at, (token < tokens) & (column < columns), 0.0)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _wide(x, factor, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
