@@ -212,6 +212,28 @@ def test_noise_of_replays_is_independent_and_of_the_planned_size(noise: NoiseNam
     assert float(products.abs().max()) < 6 / 30_000**0.5
 
 
+@cuda
+def test_what_is_written_on_a_full_batch_is_gone_in_the_next_step() -> None:
+    """By the loss, or by the engine, which zeroes what belongs to an example without a gradient."""
+    results = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 70, 3), nn.Flatten(), nn.Linear(280, 3)).cuda()
+        private = PrivateGradients(model, make_plan(), seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        take = private.captured(lambda x, y, model=model: LOSS(model(x.mul_(0.9)), y), optimizer)
+        if not wanted:
+            take.why_not, private.engine.static = "not wanted", False
+        x, y = make_data()
+        x = x.repeat(1, 3)[:, :16].reshape(N, 1, 4, 4).contiguous()
+        x[3, 0, 0, 0] = float("nan")
+        for batch in private.batches((x.cuda(), y.cuda())):
+            take(*batch)
+        results.append(weights(model))
+        private.close()
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 class Branch(nn.Module):
     """Looks at a value on the host."""
 

@@ -170,8 +170,10 @@ class Captured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             try:
+                leaves, form = _flat(batch)
+                rows = _whole(_copied(leaves), form)
                 torch.cuda.set_sync_debug_mode("error")
-                losses = self._losses(*batch)
+                losses = self._losses(*rows)
                 engine.clipped_sum(losses, private._clip_of(private.step))
             except DiminuendoError:
                 raise
@@ -271,7 +273,10 @@ class Captured:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 if part.drawn is not None:
                     mask = torch.arange(part.size, device=where) < count
-                losses = self._losses(*_whole(static, form))
+                # rows that are not sent anew are not to be written on: a copy of them may be
+                sent_once = part.drawn is None and part.parts == 1
+                rows = _copied(static) if sent_once else static
+                losses = self._losses(*_whole(rows, form))
                 engine.check_losses(losses)
                 private.guard.check(losses, part.size)
                 found = engine.clipped_sum(
@@ -399,6 +404,10 @@ def _flat(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         return list(batch), len(batch)
     leaves, form = _pytree.tree_flatten(batch)
     return leaves, form
+
+
+def _copied(leaves: list[Any]) -> list[Any]:
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _whole(leaves: list[Any], form: Any) -> Any:
