@@ -31,6 +31,7 @@ from torch.utils import _pytree
 from diminuendo.errors import DiminuendoError
 from diminuendo.training.mechanism import device
 from diminuendo.training.mechanism.device import ORDER_BYTES, VECTORS_KEY, DeviceSum
+from diminuendo.training.mechanism.kernels import pinned
 from diminuendo.training.sampling import Part
 from diminuendo.training.updates import Update
 
@@ -81,8 +82,7 @@ class Captured:
         self._finish: _Recording | None = None
         self._modules = list(private.engine.model.modules())
         self._held = [*private.engine.model.parameters(), *private.engine.model.buffers()]
-        self._content = bytearray()
-        self._words = torch.zeros(0, dtype=torch.int64)
+        self._order = b""
         self._given: dict[int, tuple[Tensor, int]] = {}
         self._memory: Tensor | None = None
         self._parts_sum: DeviceSum | None = None
@@ -245,8 +245,6 @@ class Captured:
         if self._memory is None:
             words = ORDER_BYTES // _WORD + 1 + len(self._optimizer.param_groups)
             self._memory = torch.zeros(words, dtype=torch.int64, device=where)
-            self._content = bytearray(words * _WORD)
-            self._words = torch.frombuffer(self._content, dtype=torch.int64)
             self._pool = torch.cuda.graph_pool_handle()
         static = [
             torch.empty_like(leaf, device=where) if isinstance(leaf, Tensor) else leaf
@@ -355,15 +353,13 @@ class Captured:
         """Rows, their number, and with the first part what the step's release needs."""
         for static, given in zip(recording.inputs, _tensors(leaves), strict=True):
             if part.drawn is not None or part.parts > 1 or not self._is_there(static, given):
-                static.copy_(given, non_blocking=True)
+                static.copy_(given if given.is_cuda else pinned(given), non_blocking=True)
         assert self._memory is not None
         drawn = part.size if part.drawn is None else part.drawn
         after = struct.pack(f"<q{len(self._optimizer.param_groups)}d", drawn, *self._update.rates())
-        if order is None:
-            self._content[ORDER_BYTES:] = after
-        else:
-            self._content[:] = order + after
-        self._memory.copy_(self._words, non_blocking=True)
+        self._order = order or self._order
+        content = torch.frombuffer(bytearray(self._order + after), dtype=torch.int64)
+        self._memory.copy_(pinned(content), non_blocking=True)
 
     def _is_there(self, static: Tensor, given: Tensor) -> bool:
         """Whether these very rows were copied there before: a full batch is the same every time."""

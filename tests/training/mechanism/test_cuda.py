@@ -169,6 +169,15 @@ def test_all_256_bits_of_a_coordinate_are_read(zeros: int) -> None:
         assert abs(Fraction(high) + Fraction(low) - nearer) <= nearer * Fraction(1, 2**100)
 
 
+def test_what_is_sent_arrives_although_nobody_waits() -> None:
+    """Keys behind half a second of other work: memory on the host is not used again before."""
+    cuda = torch.device("cuda")
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+    found = [kernels.sent(bytes([number]) * 136, cuda) for number in range(200)]
+    for number, words in enumerate(found):
+        assert words.cpu().numpy().tobytes() == bytes([number]) * 136
+
+
 def test_vectors_of_checks_are_normal() -> None:
     """2²⁴ numbers: mean, variance, fourth moment, and numbers beyond 5 and 5.5 deviations, each
     within 5 standard errors."""
