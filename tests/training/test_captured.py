@@ -234,6 +234,25 @@ def test_what_is_written_on_a_full_batch_is_gone_in_the_next_step() -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+@cuda
+def test_all_recordings_release_into_the_same_memory() -> None:
+    """A gradient that somebody keeps is written over by later gradients, and by nothing else that
+    another recording, of another clip, holds in between."""
+    model = make_model()
+    private = PrivateGradients(model, make_plan(), clip=lambda t: Flat(0.7 if t < 20 else 0.5))
+    take = private.captured(
+        lambda x, y: LOSS(model(x), y), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    places = set()
+    for batch in private.batches(tuple(part.cuda() for part in make_data())):
+        before = len(take._recordings)
+        take(*batch)
+        if not take._eagerly and before:
+            places.add(private.released[0].data_ptr())
+    assert len(take._recordings) == 2
+    assert len(places) == 1
+
+
 class Branch(nn.Module):
     """Looks at a value on the host."""
 

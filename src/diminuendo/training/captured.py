@@ -86,6 +86,8 @@ class Captured:
         self._given: dict[int, tuple[Tensor, int]] = {}
         self._memory: Tensor | None = None
         self._parts_sum: DeviceSum | None = None
+        self._gradient: Tensor | None = None
+        """What all recordings release into: no other memory of a recording outlives a step."""
         self._pool: Any = None
         private.engine.static = self.why_not is None
         if self.why_not is None:
@@ -236,6 +238,8 @@ class Captured:
         except (RuntimeError, TypeError, ValueError) as error:
             torch.cuda.synchronize()
             _renew_generator(where, state)
+            for parameter in self._private.engine.parameters:
+                parameter.grad = None  # memory that nothing was written to
             self._give_up(f"they could not be recorded ({str(error).splitlines()[0][:200]})")
             return None
 
@@ -263,6 +267,8 @@ class Captured:
         if part.parts > 1:
             total = self._parts_sum = self._parts_sum or total
             total.buffers(part.parts)
+        if private._certified:
+            self._gradient = total.lie_in(self._gradient)
         private.guard.watch(part.size)
         private.released = () if private.policy is None else private.released
         engine.probing = False
