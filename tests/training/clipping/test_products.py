@@ -185,6 +185,22 @@ def test_norms_of_half_precision_are_never_too_small(tokens: int, dtype: torch.d
     assert bool((size.norm <= exact * 1.01 + bulk * 0.02).all())
 
 
+def test_there_may_be_more_examples_than_a_grid_has_columns() -> None:
+    """CUDA counts to 65,535 in all directions but the first."""
+    from diminuendo.training.clipping import contract
+
+    shape = 70_000, 2, 64
+    u, v = rounding.to_tf32(rows(*shape)), rounding.to_tf32(rows(*shape, seed=1))
+    sizes = contract.gram_size(u, v)
+    norms = torch.bmm(u.double().mT, v.double()).flatten(1).norm(dim=1)
+    assert bool((sizes.norm >= norms).all())
+    factors = torch.ones(len(u), dtype=torch.float64, device="cuda")
+    vectors = torch.randn(64, VECTORS, dtype=torch.float64, device="cuda")
+    given = Sides(u, v)
+    found = products.mixed(given, factors, vectors).sum(0)
+    torch.testing.assert_close(found, vectors.t() @ exact(given, factors), rtol=1e-9, atol=1e-9)
+
+
 def test_tokens_that_lie_far_apart_are_found() -> None:
     """Sixteen tokens of one example that are 2²⁸ entries from each other: 8 GiB."""
     from diminuendo.training.clipping import contract

@@ -96,7 +96,7 @@ if available:
         PRECISION: tl.constexpr,
     ):
         """One example, some tokens against some: their part of the four sums behind a `Bound`."""
-        pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        pair, example = tl.program_id(0) % pairs, (tl.program_id(0) // pairs).to(tl.int64)
         first, second = 0, pair
         while second > first:
             first += 1
@@ -378,7 +378,7 @@ def gram_size(u: Tensor, v: Tensor, bound: Bound, *, rounded: bool) -> tuple[Ten
     numbers = _doubles(bound, u.device)
     sums = torch.empty(examples, pairs, 4, dtype=torch.float64, device=u.device)
     with torch.cuda.device_of(u):  # type: ignore[no-untyped-call]
-        _gram_of_tokens[(pairs, examples)](
+        _gram_of_tokens[(pairs * examples,)](
             u,
             v,
             numbers,

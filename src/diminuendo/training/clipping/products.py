@@ -161,8 +161,9 @@ if available:
     ):
         """``U_i R`` for some columns of each example's tokens, in float64: with the factor if
         ``SCALED`` is 1 (in u, rounded) or 0, without if it is 2."""
-        example, part = tl.program_id(1), tl.program_id(2)
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        blocks, part = tl.cdiv(tokens, TOKENS), tl.program_id(1)
+        example = tl.program_id(0) // blocks
+        token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
         k = tl.arange(0, VECTORS)
         factor = tl.load(factors + example)
         total = tl.zeros([TOKENS, VECTORS], tl.float64)
@@ -177,7 +178,7 @@ if available:
             total = tl.dot(a, b, total, out_dtype=tl.float64)
         if SCALED == 0:
             total *= factor
-        lines = (part * tl.num_programs(1) + example).to(tl.int64) * tokens
+        lines = (part * (tl.num_programs(0) // blocks) + example).to(tl.int64) * tokens
         at = (lines + token[:, None]) * VECTORS + k[None, :]
         tl.store(out + at, total, token[:, None] < tokens)
 
@@ -480,7 +481,7 @@ def mixed(sides: Sides, factors: Tensor, vectors: Tensor) -> Tensor:
     each, parts = _shared_out(examples, 16 * _PROGRAMS // columns)
     found = torch.empty(parts, VECTORS, cols, dtype=torch.float64, device=device)
     with torch.cuda.device_of(factors):  # type: ignore[no-untyped-call]
-        _projected[(triton.cdiv(tokens, line), examples, thin_parts)](
+        _projected[(programs, thin_parts)](
             sides.u,
             vectors,
             factors,
