@@ -264,6 +264,24 @@ def test_a_wrong_sum_of_patches_is_repaired(off: float, monkeypatch: pytest.Monk
     _check_repaired(model, rows(12, 16, 8, 8), half=False)
 
 
+class Pooled(nn.Module):
+    """One query looks at many keys: a single token and many meet in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(72, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.attention(x[:, :1], x, x, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_of_one_parameter_may_be_summed_in_two_ways(half: bool) -> None:
+    torch.manual_seed(0)
+    _check_repaired(Pooled().float().cuda(), rows(12, 32, 72), half)
+
+
 def _check_repaired(model: nn.Module, x: Tensor, half: bool, share: float = 1.0) -> None:
     """Certified sums against those of the engine in double precision, on what it was given."""
     before = torch.backends.cuda.matmul.allow_tf32
