@@ -25,6 +25,7 @@ from diminuendo.training.clipping import (
     MixedExamples,
     PerLayer,
     UnsupportedModule,
+    clip,
     lanes,
     reports,
 )
@@ -681,3 +682,13 @@ def test_norms_wait_for_all_lanes(
     assert torch.equal(found[0].norms, found[1].norms)
     for ours, theirs in zip(found[0].sums, found[1].sums, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_bounds_stay_where_a_recorded_step_reads_them() -> None:
+    """However many others were asked for since."""
+    norms = torch.ones(2, 3, dtype=torch.float64)
+    PerLayer([1.0, 2.0]).factors(norms)
+    place = clip._column((1.0, 2.0), norms.dtype, norms.device)
+    for number in range(200):
+        PerLayer([1.0, 3.0 + number]).factors(norms)
+    assert clip._column((1.0, 2.0), norms.dtype, norms.device) is place
