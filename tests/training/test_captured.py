@@ -253,6 +253,44 @@ def test_all_recordings_release_into_the_same_memory() -> None:
     assert len(places) == 1
 
 
+class Recurrent(nn.Module):
+    """Hidden weights, which are measured last, beside sums that are checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return found
+
+
+@cuda
+def test_norms_of_recurrent_layers_are_waited_for() -> None:
+    """In TF32, where other sums are checked in the lanes in which the norms are taken."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    results = []
+    try:
+        for wanted in (True, False):
+            torch.manual_seed(0)
+            model = Recurrent().cuda()
+            private = PrivateGradients(model, make_plan(clip=0.05), seed=3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            take = private.captured(lambda x, y, model=model: LOSS(model(x), y), optimizer)
+            if not wanted:
+                take.why_not, private.engine.static = "not wanted", False
+            x, y = torch.randn(N, 5, 64), make_data()[1]
+            for batch in private.batches((x.cuda(), y.cuda())):
+                take(*batch)
+            assert (take.why_not is None) == wanted
+            results.append(weights(model))
+            private.close()
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Branch(nn.Module):
     """Looks at a value on the host."""
 
