@@ -212,6 +212,85 @@ def test_noise_of_replays_is_independent_and_of_the_planned_size(noise: NoiseNam
     assert float(products.abs().max()) < 6 / 30_000**0.5
 
 
+@cuda
+def test_what_is_written_on_a_full_batch_is_gone_in_the_next_step() -> None:
+    """By the loss, or by the engine, which zeroes what belongs to an example without a gradient."""
+    results = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 70, 3), nn.Flatten(), nn.Linear(280, 3)).cuda()
+        private = PrivateGradients(model, make_plan(), seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        take = private.captured(lambda x, y, model=model: LOSS(model(x.mul_(0.9)), y), optimizer)
+        if not wanted:
+            take.why_not, private.engine.static = "not wanted", False
+        x, y = make_data()
+        x = x.repeat(1, 3)[:, :16].reshape(N, 1, 4, 4).contiguous()
+        x[3, 0, 0, 0] = float("nan")
+        for batch in private.batches((x.cuda(), y.cuda())):
+            take(*batch)
+        results.append(weights(model))
+        private.close()
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@cuda
+def test_all_recordings_release_into_the_same_memory() -> None:
+    """A gradient that somebody keeps is written over by later gradients, and by nothing else that
+    another recording, of another clip, holds in between."""
+    model = make_model()
+    private = PrivateGradients(model, make_plan(), clip=lambda t: Flat(0.7 if t < 20 else 0.5))
+    take = private.captured(
+        lambda x, y: LOSS(model(x), y), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    places = set()
+    for batch in private.batches(tuple(part.cuda() for part in make_data())):
+        before = len(take._recordings)
+        take(*batch)
+        if not take._eagerly and before:
+            places.add(private.released[0].data_ptr())
+    assert len(take._recordings) == 2
+    assert len(places) == 1
+
+
+class Recurrent(nn.Module):
+    """Hidden weights, which are measured last, beside sums that are checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return found
+
+
+@cuda
+def test_norms_of_recurrent_layers_are_waited_for() -> None:
+    """In TF32, where other sums are checked in the lanes in which the norms are taken."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    results = []
+    try:
+        for wanted in (True, False):
+            torch.manual_seed(0)
+            model = Recurrent().cuda()
+            private = PrivateGradients(model, make_plan(clip=0.05), seed=3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            take = private.captured(lambda x, y, model=model: LOSS(model(x), y), optimizer)
+            if not wanted:
+                take.why_not, private.engine.static = "not wanted", False
+            x, y = torch.randn(N, 5, 64), make_data()[1]
+            for batch in private.batches((x.cuda(), y.cuda())):
+                take(*batch)
+            assert (take.why_not is None) == wanted
+            results.append(weights(model))
+            private.close()
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Branch(nn.Module):
     """Looks at a value on the host."""
 

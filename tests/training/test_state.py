@@ -286,3 +286,18 @@ def test_small_parts_before_a_pause_count_after_it(tmp_path: Path) -> None:
     first.close()
     second, _ = gone_on(plan, state, journal=tmp_path / "journal.json", micro_batch=30)
     assert second.delta_added == first.delta_added
+
+
+def test_steps_on_a_gpu_count_after_the_run_has_left_it(tmp_path: Path) -> None:
+    """What a GPU leaves open of the noise stays part of δ, wherever the run goes on."""
+    plan = LINEAR.plan()
+    first, optimizer = made(plan, journal=tmp_path / "journal.json")
+    train(first, 3, optimizer)
+    without = first.delta_added
+    first.mechanism.leaves_open = True  # as after a step there
+    state = everything(first, optimizer)
+    first.close()
+    second, _ = gone_on(plan, state, journal=tmp_path / "journal.json")
+    size = sum(p.numel() for p in second.model.parameters())
+    assert second.delta_added == first.delta_added == without + 2.0**-79 * size * plan.steps
+    assert second.delta_missed > 0

@@ -31,6 +31,7 @@ from torch.utils import _pytree
 from diminuendo.errors import DiminuendoError
 from diminuendo.training.mechanism import device
 from diminuendo.training.mechanism.device import ORDER_BYTES, VECTORS_KEY, DeviceSum
+from diminuendo.training.mechanism.kernels import pinned
 from diminuendo.training.sampling import Part
 from diminuendo.training.updates import Update
 
@@ -81,11 +82,12 @@ class Captured:
         self._finish: _Recording | None = None
         self._modules = list(private.engine.model.modules())
         self._held = [*private.engine.model.parameters(), *private.engine.model.buffers()]
-        self._content = bytearray()
-        self._words = torch.zeros(0, dtype=torch.int64)
+        self._order = b""
         self._given: dict[int, tuple[Tensor, int]] = {}
         self._memory: Tensor | None = None
         self._parts_sum: DeviceSum | None = None
+        self._gradient: Tensor | None = None
+        """What all recordings release into: no other memory of a recording outlives a step."""
         self._pool: Any = None
         private.engine.static = self.why_not is None
         if self.why_not is None:
@@ -170,8 +172,10 @@ class Captured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             try:
+                leaves, form = _flat(batch)
+                rows = _whole(_copied(leaves), form)
                 torch.cuda.set_sync_debug_mode("error")
-                losses = self._losses(*batch)
+                losses = self._losses(*rows)
                 engine.clipped_sum(losses, private._clip_of(private.step))
             except DiminuendoError:
                 raise
@@ -234,6 +238,8 @@ class Captured:
         except (RuntimeError, TypeError, ValueError) as error:
             torch.cuda.synchronize()
             _renew_generator(where, state)
+            for parameter in self._private.engine.parameters:
+                parameter.grad = None  # memory that nothing was written to
             self._give_up(f"they could not be recorded ({str(error).splitlines()[0][:200]})")
             return None
 
@@ -243,8 +249,6 @@ class Captured:
         if self._memory is None:
             words = ORDER_BYTES // _WORD + 1 + len(self._optimizer.param_groups)
             self._memory = torch.zeros(words, dtype=torch.int64, device=where)
-            self._content = bytearray(words * _WORD)
-            self._words = torch.frombuffer(self._content, dtype=torch.int64)
             self._pool = torch.cuda.graph_pool_handle()
         static = [
             torch.empty_like(leaf, device=where) if isinstance(leaf, Tensor) else leaf
@@ -263,6 +267,8 @@ class Captured:
         if part.parts > 1:
             total = self._parts_sum = self._parts_sum or total
             total.buffers(part.parts)
+        if private._certified:
+            self._gradient = total.lie_in(self._gradient)
         private.guard.watch(part.size)
         private.released = () if private.policy is None else private.released
         engine.probing = False
@@ -271,7 +277,10 @@ class Captured:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 if part.drawn is not None:
                     mask = torch.arange(part.size, device=where) < count
-                losses = self._losses(*_whole(static, form))
+                # rows that are not sent anew are not to be written on: a copy of them may be
+                sent_once = part.drawn is None and part.parts == 1
+                rows = _copied(static) if sent_once else static
+                losses = self._losses(*_whole(rows, form))
                 engine.check_losses(losses)
                 private.guard.check(losses, part.size)
                 found = engine.clipped_sum(
@@ -350,15 +359,13 @@ class Captured:
         """Rows, their number, and with the first part what the step's release needs."""
         for static, given in zip(recording.inputs, _tensors(leaves), strict=True):
             if part.drawn is not None or part.parts > 1 or not self._is_there(static, given):
-                static.copy_(given, non_blocking=True)
+                static.copy_(given if given.is_cuda else pinned(given), non_blocking=True)
         assert self._memory is not None
         drawn = part.size if part.drawn is None else part.drawn
         after = struct.pack(f"<q{len(self._optimizer.param_groups)}d", drawn, *self._update.rates())
-        if order is None:
-            self._content[ORDER_BYTES:] = after
-        else:
-            self._content[:] = order + after
-        self._memory.copy_(self._words, non_blocking=True)
+        self._order = order or self._order
+        content = torch.frombuffer(bytearray(self._order + after), dtype=torch.int64)
+        self._memory.copy_(pinned(content), non_blocking=True)
 
     def _is_there(self, static: Tensor, given: Tensor) -> bool:
         """Whether these very rows were copied there before: a full batch is the same every time."""
@@ -399,6 +406,10 @@ def _flat(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         return list(batch), len(batch)
     leaves, form = _pytree.tree_flatten(batch)
     return leaves, form
+
+
+def _copied(leaves: list[Any]) -> list[Any]:
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _whole(leaves: list[Any], form: Any) -> Any:

@@ -571,6 +571,7 @@ class PrivateGradients:
             "lost": self.lost,
             "smallest_part": self.sampler.smallest,
             "checked": self._checked,
+            "leaves_open": self.mechanism.delta_of_a_step > 0,
             "spending": self.spending.state(),
             "released": list(self.released) if self.policy is not None else [],
         }
@@ -603,6 +604,8 @@ class PrivateGradients:
         self._checked_before = found.lost > 0 or (
             self.step > 0 if state is None else bool(state.get("checked", True))
         )
+        taken_elsewhere = self.step > 0 if state is None else state.get("leaves_open", False)
+        self.mechanism.leaves_open = self.mechanism.leaves_open or bool(taken_elsewhere)
         self._begun = True
 
     @property

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from diminuendo.training.clipping import (
     MixedExamples,
     PerLayer,
     UnsupportedModule,
+    clip,
+    lanes,
+    reports,
 )
 
 CLIPS: list[Clip] = [Flat(0.7), PerLayer(0.7), Automatic(0.7)]
@@ -632,3 +636,59 @@ def test_messages_name_the_model_where_it_has_no_path() -> None:
     Engine(inside)
     with pytest.raises(EngineError, match="'0' got an input of shape"):
         inside(torch.zeros(3))
+
+
+class Late:
+    """Lanes of a GPU at their slowest: work that is done when they meet, and no sooner."""
+
+    def __init__(self, device: torch.device) -> None:  # noqa: ARG002
+        self._waiting: list[Callable[[], object]] = []
+
+    def do(self, call: Callable[[], object]) -> None:
+        self._waiting.append(call)
+
+    def join(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+
+class Twice(nn.Module):
+    """A layer that is used twice; what comes of the second use is for whoever wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.layer(2 * x)
+
+
+@pytest.mark.parametrize("model", [Twice, lambda: nn.LSTM(8, 8, batch_first=True)])
+def test_norms_wait_for_all_lanes(
+    model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for what is measured last: of a recurrent layer, or of one that was used in vain."""
+    torch.manual_seed(0)
+    made, x = model(), torch.randn(5, 3, 8)
+    found = []
+    for kind in (lanes.Lanes, Late):
+        monkeypatch.setattr(reports, "Lanes", kind)
+        with Engine(made, probing=False) as engine:
+            out, other = made(x)
+            losses = out.square().flatten(1).sum(1)
+            found.append(engine.clipped_sum(losses, Flat(1e-3), certify=True))
+            del other
+    assert torch.equal(found[0].norms, found[1].norms)
+    for ours, theirs in zip(found[0].sums, found[1].sums, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_bounds_stay_where_a_recorded_step_reads_them() -> None:
+    """However many others were asked for since."""
+    norms = torch.ones(2, 3, dtype=torch.float64)
+    PerLayer([1.0, 2.0]).factors(norms)
+    place = clip._column((1.0, 2.0), norms.dtype, norms.device)
+    for number in range(200):
+        PerLayer([1.0, 3.0 + number]).factors(norms)
+    assert clip._column((1.0, 2.0), norms.dtype, norms.device) is place

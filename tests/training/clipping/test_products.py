@@ -185,6 +185,47 @@ def test_norms_of_half_precision_are_never_too_small(tokens: int, dtype: torch.d
     assert bool((size.norm <= exact * 1.01 + bulk * 0.02).all())
 
 
+def test_there_may_be_more_examples_than_a_grid_has_columns() -> None:
+    """CUDA counts to 65,535 in all directions but the first."""
+    from diminuendo.training.clipping import contract
+
+    shape = 70_000, 2, 64
+    u, v = rounding.to_tf32(rows(*shape)), rounding.to_tf32(rows(*shape, seed=1))
+    sizes = contract.gram_size(u, v)
+    norms = torch.bmm(u.double().mT, v.double()).flatten(1).norm(dim=1)
+    assert bool((sizes.norm >= norms).all())
+    factors = torch.ones(len(u), dtype=torch.float64, device="cuda")
+    vectors = torch.randn(64, VECTORS, dtype=torch.float64, device="cuda")
+    given = Sides(u, v)
+    found = products.mixed(given, factors, vectors).sum(0)
+    torch.testing.assert_close(found, vectors.t() @ exact(given, factors), rtol=1e-9, atol=1e-9)
+
+
+def test_tokens_that_lie_far_apart_are_found() -> None:
+    """Sixteen tokens of one example that are 2²⁸ entries from each other: 8 GiB."""
+    from diminuendo.training.clipping import contract
+
+    shape, step = (1, 16, 64), 1 << 28
+    if torch.cuda.mem_get_info()[0] < 1 << 34:
+        pytest.skip("too little memory")
+    u, v = rows(*shape).bfloat16(), rows(*shape, seed=1).bfloat16()
+    far = u.new_empty(15 * step + 64).as_strided(shape, (16 * step, step, 1))
+    far.copy_(u)
+    factors = torch.ones(1, dtype=torch.float64, device="cuda")
+    vectors = torch.randn(64, VECTORS, dtype=torch.float64, device="cuda")
+    near, given = Sides(u, v), Sides(far, v)
+    sizes = contract.gram_size(far, v), contract.gram_size(u, v)
+    assert torch.equal(sizes[0].norm, sizes[1].norm)
+    found = [products.mixed(pair, factors, vectors).sum(0) for pair in (given, near)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(
+        products.weighted(given, factors.float()), exact(near, factors).float()
+    )
+    again = torch.zeros(64, 64, device="cuda")
+    products.repair(given, factors, again, torch.tensor([False], device="cuda"))
+    torch.testing.assert_close(again, exact(near, factors).float())
+
+
 class Wrong:
     """Quick sums that are off by a little, or by a lot, or no numbers."""
 
@@ -221,6 +262,24 @@ def test_a_wrong_sum_of_patches_is_repaired(off: float, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 128, 3), nn.Tanh(), nn.Conv2d(128, 128, 3)).float().cuda()
     _check_repaired(model, rows(12, 16, 8, 8), half=False)
+
+
+class Pooled(nn.Module):
+    """One query looks at many keys: a single token and many meet in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(72, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.attention(x[:, :1], x, x, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_of_one_parameter_may_be_summed_in_two_ways(half: bool) -> None:
+    torch.manual_seed(0)
+    _check_repaired(Pooled().float().cuda(), rows(12, 32, 72), half)
 
 
 def _check_repaired(model: nn.Module, x: Tensor, half: bool, share: float = 1.0) -> None:

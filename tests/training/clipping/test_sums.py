@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -13,11 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, rounding, sums
+from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, products, rounding, sums
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
+from diminuendo.training.clipping.device import DeviceConvolved, DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.rounding import row_norm
+from diminuendo.training.clipping.scaled import Scaled
 from diminuendo.training.clipping.sums import Job, Lookup, Product, Rows, multiply
 from diminuendo.training.cores import Beside
 
@@ -299,3 +303,73 @@ def test_the_range_of_float32_is_kept() -> None:
     assert term.error > 1e-8
     error = squared_error(total, exact_sum(rows, factors))
     assert error <= (Fraction(ALLOWANCE) * Fraction(low)) ** 2
+
+
+class There(DeviceTerm):
+    """A term of the kind that a GPU has, on a CPU: its quick sum is off by a part of the sum."""
+
+    def __init__(self, rows: Tensor, factors: Tensor, off: float = 0.0) -> None:
+        self._exact = torch.einsum("i,inw->nw", factors, rows.double())
+        self._off = off
+
+    def precise(self) -> Tensor:
+        return self._exact.clone()
+
+    def quick_into(self, out: Tensor | None, vectors: Tensor) -> Tensor:  # noqa: ARG002
+        quick = (self._exact * (1 + self._off)).float()
+        return quick if out is None else out.copy_(quick)
+
+    def probes(self) -> int:
+        return len(self._exact)
+
+    def probe_error(self) -> float:
+        return 0.0
+
+    def measure(self, total: Tensor, vectors: Tensor, into: Tensor) -> None:
+        into.add_(torch.mm(vectors.t(), total.double() - self._exact).square_().sum())
+
+    def repair(self, total: Tensor, holds: Tensor) -> None:
+        if not holds:
+            total.copy_(self._exact)
+
+
+@pytest.mark.parametrize("quick_first", [True, False])
+def test_rows_of_one_parameter_may_be_summed_in_two_ways(quick_first: bool) -> None:
+    """Some rows quickly, in their place, others in float64: none of what was in that memory before
+    is left, as it would be of an attention whose queries are few and whose keys are many."""
+    torch.manual_seed(0)
+    factors = torch.full((5,), 0.5, dtype=torch.float64)
+    few, many = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
+    one, two = Rows(few, factors), There(many, factors)
+    order = (two, one) if quick_first else (one, two)
+    param, summation = nn.Parameter(torch.zeros(4, 3)), Summation()
+    summation.static = True
+    scaled = Scaled([param], {id(param): 0}, [0], [], [Group()], [factors])
+    terms = [Located(0, slice(2 * i, 2 * i + 2), term, factors) for i, term in enumerate(order)]
+    vars(scaled)["_terms"] = lambda: terms
+    (total,) = scaled.certified([torch.full((4, 3), math.nan)], summation, 1.0, ALLOWANCE)
+    expected = torch.cat([term.precise() for term in order])
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [2.0**-140, 1.0])
+def test_a_sum_that_is_taken_again_keeps_its_digits(bound: float) -> None:
+    """Also where it is so small that float32 has none left."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 4, 5)
+    factors = bound * clipped(rows.flatten(1), 1.0)
+    term = There(rows, factors, off=0.5)
+    (total,) = Summation().parts([Located(0, slice(None), term, factors)], 3, bound, ALLOWANCE)
+    assert float((total.double() - term.precise()).norm()) <= ALLOWANCE * bound
+
+
+def test_what_is_measured_in_a_lane_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane reads it after the host has gone on: memory that was let go of would be written over,
+    in a recording, before the error of the sum is known."""
+    monkeypatch.setattr(products, "square_of_difference", lambda *given: None)
+    picture, factors = torch.randn(2, 3, 4, 4), torch.ones(2, dtype=torch.float64)
+    term = DeviceConvolved(nn.Identity(), picture, picture, factors, None)  # type: ignore[arg-type]
+    term._exact = [torch.ones(1, 16, 27, dtype=torch.float64)]
+    read = weakref.ref(term._exact[0])
+    term.measure(torch.zeros(3, 27), torch.zeros(3, 16), torch.zeros(1))
+    assert read() is not None

@@ -139,6 +139,45 @@ def test_the_tail_of_the_normal_distribution_has_thirty_digits() -> None:
         assert abs(found - bounds[0]) <= bounds[1] * Fraction(1, 2**98)
 
 
+@pytest.mark.parametrize("zeros", [0, 40, 100, 130, 200])
+def test_all_256_bits_of_a_coordinate_are_read(zeros: int) -> None:
+    """U, or 1 − U, after so many zeros, to a relative error of 2⁻¹⁰⁰."""
+    import triton
+    import triton.language as tl
+
+    from diminuendo.training.mechanism import settling
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def tail(words, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, SIZE)
+        first, second = tl.load(words + at), tl.load(words + SIZE + at)
+        third, fourth = tl.load(words + 2 * SIZE + at), tl.load(words + 3 * SIZE + at)
+        upper = tl.where(first < 0, 1.0, 0.0)
+        high, low = settling._tail(first, second, third, fourth, upper)
+        tl.store(out + at, high)
+        tl.store(out + SIZE + at, low)
+
+    generator = np.random.default_rng(zeros)
+    numbers = [int.from_bytes(generator.bytes(32), "big") >> zeros for _ in range(64)]
+    numbers[1::2] = [2**256 - 1 - number for number in numbers[1::2]]
+    words = [[number >> (192 - 64 * k) & (2**64 - 1) for number in numbers] for k in range(4)]
+    given = torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64)).cuda()
+    out = torch.empty(2, 64, dtype=torch.float64, device="cuda")
+    tail[(1,)](given, out, SIZE=64, enable_fp_fusion=False)
+    for number, high, low in zip(numbers, *out.tolist(), strict=True):
+        nearer = Fraction(min(number, 2**256 - 1 - number), 2**256)
+        assert abs(Fraction(high) + Fraction(low) - nearer) <= nearer * Fraction(1, 2**100)
+
+
+def test_what_is_sent_arrives_although_nobody_waits() -> None:
+    """Keys behind half a second of other work: memory on the host is not used again before."""
+    cuda = torch.device("cuda")
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+    found = [kernels.sent(bytes([number]) * 136, cuda) for number in range(200)]
+    for number, words in enumerate(found):
+        assert words.cpu().numpy().tobytes() == bytes([number]) * 136
+
+
 def test_vectors_of_checks_are_normal() -> None:
     """2²⁴ numbers: mean, variance, fourth moment, and numbers beyond 5 and 5.5 deviations, each
     within 5 standard errors."""

@@ -101,8 +101,10 @@ class Summation:
         on_device = [place for place in checked if isinstance(terms[place].term, DeviceTerm)]
         if on_device:
             holds = certificate.flag()
+            # too many, too small or too large for a float32 sum that is taken again
+            wide = examples * 2.0**-24 > allowance / 4 or not TAME[0] <= sensitivity <= TAME[1]
             for place in on_device:
-                if examples * 2.0**-24 > allowance / 4:  # too many for a float32 sum taken again
+                if wide:
                     sums[place] = sums[place].double()
                 cast(DeviceTerm, terms[place].term).repair(sums[place], holds)
         elif not certificate.holds():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -50,9 +50,10 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _column(bounds: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The bounds, rounded down, one below the other: copied to a device once."""
+    """The bounds, rounded down, one below the other: copied to a device once, and never let go of,
+    since a recorded step reads them there."""
     return torch.tensor([bound * _DOWN for bound in bounds], dtype=dtype, device=device)[:, None]
 
 

@@ -156,8 +156,8 @@ class DeviceConvolved(DeviceTerm):
         return DOUBLE * (self.grads.numel() // self.grads.shape[1] + 3 * self.probes() + 8)
 
     def measure(self, total: Tensor, vectors: Tensor, into: Tensor) -> None:
+        # `_exact` stays: what a lane reads is not to be written over before all lanes have met
         products.square_of_difference(torch.cat(self._exact), total, vectors, into)
-        self._exact = []
 
     def repair(self, total: Tensor, holds: Tensor) -> None:
         total.copy_(torch.where(holds, total, self._repaired(holds)))

@@ -276,7 +276,7 @@ class Engine:
 
     def draw_with(self, key: Tensor | None) -> None:
         """Take the random vectors of checks on a GPU from the key that lies in this memory, which
-        is another one in each call, rather than from a fresh one."""
+        is another one in each step, rather than from a fresh one."""
         self._summation.key = key
 
     @property

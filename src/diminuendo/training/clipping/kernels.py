@@ -65,8 +65,8 @@ if available:
         total = tl.zeros([TOKENS, TOKENS], tl.float32)
         for start in range(0, width, WIDTH):
             at = start + k
-            a = x + s[:, None] * of_token + at[None, :]
-            b = x + t[None, :] * of_token + at[:, None]
+            a = x + s.to(tl.int64)[:, None] * of_token + at[None, :]
+            b = x + t.to(tl.int64)[None, :] * of_token + at[:, None]
             a = tl.load(a, (s[:, None] < tokens) & (at[None, :] < width), 0.0)
             b = tl.load(b, (t[None, :] < tokens) & (at[:, None] < width), 0.0)
             total += tl.dot(a, b, input_precision=PRECISION)
@@ -96,7 +96,7 @@ if available:
         PRECISION: tl.constexpr,
     ):
         """One example, some tokens against some: their part of the four sums behind a `Bound`."""
-        pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        pair, example = tl.program_id(0) % pairs, (tl.program_id(0) // pairs).to(tl.int64)
         first, second = 0, pair
         while second > first:
             first += 1
@@ -378,7 +378,7 @@ def gram_size(u: Tensor, v: Tensor, bound: Bound, *, rounded: bool) -> tuple[Ten
     numbers = _doubles(bound, u.device)
     sums = torch.empty(examples, pairs, 4, dtype=torch.float64, device=u.device)
     with torch.cuda.device_of(u):  # type: ignore[no-untyped-call]
-        _gram_of_tokens[(pairs, examples)](
+        _gram_of_tokens[(pairs * examples,)](
             u,
             v,
             numbers,

@@ -36,9 +36,10 @@ if available:
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _tile(x, example, token, column, tokens, columns, of_example, of_token, of_column):  # type: ignore[no-untyped-def]
         """Some tokens (or columns) of an example, in the shape in which they are given."""
+        # the tokens of one example may lie more than 2³¹ entries apart
         x += example.to(tl.int64) * of_example
-        at = token * of_token + column * of_column
-        return tl.load(x + at, (token < tokens) & (column < columns), 0.0)
+        at = x + token.to(tl.int64) * of_token + column.to(tl.int64) * of_column
+        return tl.load(at, (token < tokens) & (column < columns), 0.0)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _wide(x, factor, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -160,8 +161,9 @@ if available:
     ):
         """``U_i R`` for some columns of each example's tokens, in float64: with the factor if
         ``SCALED`` is 1 (in u, rounded) or 0, without if it is 2."""
-        example, part = tl.program_id(1), tl.program_id(2)
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        blocks, part = tl.cdiv(tokens, TOKENS), tl.program_id(1)
+        example = tl.program_id(0) // blocks
+        token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
         k = tl.arange(0, VECTORS)
         factor = tl.load(factors + example)
         total = tl.zeros([TOKENS, VECTORS], tl.float64)
@@ -176,7 +178,7 @@ if available:
             total = tl.dot(a, b, total, out_dtype=tl.float64)
         if SCALED == 0:
             total *= factor
-        lines = (part * tl.num_programs(1) + example).to(tl.int64) * tokens
+        lines = (part * (tl.num_programs(0) // blocks) + example).to(tl.int64) * tokens
         at = (lines + token[:, None]) * VECTORS + k[None, :]
         tl.store(out + at, total, token[:, None] < tokens)
 
@@ -480,7 +482,7 @@ def mixed(sides: Sides, factors: Tensor, vectors: Tensor) -> Tensor:
     each, parts = _shared_out(examples, 16 * _PROGRAMS // columns)
     found = torch.empty(parts, VECTORS, cols, dtype=torch.float64, device=device)
     with torch.cuda.device_of(factors):  # type: ignore[no-untyped-call]
-        _projected[(triton.cdiv(tokens, line), examples, thin_parts)](
+        _projected[(programs, thin_parts)](
             sides.u,
             vectors,
             factors,

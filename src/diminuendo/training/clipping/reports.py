@@ -135,6 +135,8 @@ class Norms:
                     id(param) for param in piece.params if len(users[self.slot[id(param)]]) == 1
                 }
                 self._measure(piece, ready - piece.measured)
+        if self._lanes is not None:
+            self._lanes.join()  # of what was measured since
         reports = [report for report in self._reports if len(users[report[0]]) == 1]
         for slot, pieces in enumerate(users):
             if len(pieces) > 1:

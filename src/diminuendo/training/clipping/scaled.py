@@ -111,13 +111,20 @@ class Scaled:
             parts = summation.parts(terms, len(self._factors[0]), sensitivity, allowance)
         finally:
             summation.places = {}
+        # A parameter whose rows come from several terms lies in its place if all of them do.
+        there = {slot for slot, count in users.items() if count == 1}
+        there -= {
+            term.slot
+            for term, part in zip(terms, parts, strict=True)
+            if part.dtype is not torch.float32
+        }
         found: list[Tensor | None] = [None] * len(places)
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             shape, total = places[slot].shape, found[slot]
             if rows is WHOLE and total is None:
                 found[slot] = part.contiguous().view(shape)
-            elif part.dtype is torch.float32 and users[slot] == 1:
-                found[slot] = places[slot]  # the rows are there already
+            elif slot in there:
+                found[slot] = places[slot]
             else:
                 if total is None:
                     total = places[slot].new_zeros(shape, dtype=torch.float64)

@@ -87,8 +87,12 @@ class DeviceSum:
         several = parts > 1 or self._group.world > 1
         if several or not self._exact or self._dtype is not torch.float32:
             return None
-        self._out = self._new(self._dtype)
-        return shaped(self._out, self._parameters)
+        return shaped(self.lie_in(self._out), self._parameters)
+
+    def lie_in(self, out: Tensor | None) -> Tensor:
+        """Release into this memory, or into new memory if there is none; which it is."""
+        self._out = self._new(self._dtype) if out is None else out
+        return self._out
 
     def take(self, sums: Sequence[Tensor]) -> None:
         """The clipped sums of a part."""

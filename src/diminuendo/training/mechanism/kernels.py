@@ -336,7 +336,14 @@ def keystream(key: bytes, size: int, device: torch.device | str) -> Tensor:
 
 def sent(content: bytes, device: torch.device) -> Tensor:
     """Bytes, as many as whole words of 64 bits, on a device."""
-    return torch.frombuffer(bytearray(content), dtype=torch.int64).to(device, non_blocking=True)
+    words = torch.frombuffer(bytearray(content), dtype=torch.int64)
+    return pinned(words).to(device, non_blocking=True)
+
+
+def pinned(content: Tensor) -> Tensor:
+    """The same in page-locked memory of PyTorch's, which is not used again before copies that
+    nobody waits for have been made: of other memory that cannot be said of every machine."""
+    return content if content.is_pinned() else content.pin_memory()
 
 
 _CELLS = {

@@ -97,6 +97,8 @@ class Mechanism:
         self.parameters, self.noise, self.group = parameters, noise, group
         self.order: Tensor | None = None
         """While steps are recorded, the memory on the device that holds each step's order."""
+        self.leaves_open = False
+        """Whether some step was released on a GPU, and not only if the next one would be."""
         self._faults: Faults | None = None
 
     def begin(
@@ -114,6 +116,7 @@ class Mechanism:
     def recorded_sum(self, order: Tensor | None) -> DeviceSum:
         """A sum on a GPU that is released as the order says, whatever it says then."""
         assert isinstance(self.noise, (ExactNoise, FastNoise))
+        self.leaves_open = True
         if self._faults is None:
             self._faults = Faults(self.parameters[0].device)
         return DeviceSum(self.parameters, self.noise, self.group, self._faults, order, self.dtype)
@@ -125,9 +128,10 @@ class Mechanism:
 
     @property
     def delta_of_a_step(self) -> float:
-        """What is to be added to δ for each step: on a GPU, coordinates that stay open
-        (docs/noise.md); else nothing."""
-        if not isinstance(self.noise, ExactNoise) or not device.serves(self.parameters, self.noise):
+        """What is to be added to δ for each step if any is released on a GPU: coordinates that stay
+        open there (docs/noise.md); else nothing."""
+        there = self.leaves_open or device.serves(self.parameters, self.noise)
+        if not there or not isinstance(self.noise, ExactNoise):
             return 0.0
         return 4 * OPEN * sum(parameter.numel() for parameter in self.parameters)
 

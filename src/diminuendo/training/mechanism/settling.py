@@ -112,13 +112,13 @@ if kernels.available:
     def _tail(first, second, third, fourth, upper):  # type: ignore[no-untyped-def]
         """The distance of U from its nearer end as a pair, from four words of its bits."""
         high, low = upper * 0.0, upper * 0.0
-        scale = 2.0**-32
         for k in tl.static_range(8):
             word = first if k < 2 else (second if k < 4 else (third if k < 6 else fourth))
             half = (word >> (32 - 32 * (k % 2))) & 0xFFFFFFFF
             half = tl.where(upper > 0, 0xFFFFFFFF - half, half)
-            high, low = _plus(high, low, half.to(tl.float64) * scale, 0.0 * high)
-            scale = scale * 2.0**-32
+            # no name for the power: Triton would keep it in float32, where the fifth is zero
+            part = half.to(tl.float64) * 2.0 ** (-32 * (k + 1))
+            high, low = _plus(high, low, part, 0.0 * high)
         return high, low
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
