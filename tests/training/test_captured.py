@@ -507,6 +507,16 @@ def test_a_refused_step_leaves_everything_as_it_was() -> None:
 
 
 @cuda
+def test_a_clip_norm_beside_which_underflow_counts_is_refused_before_it_is_paid_for() -> None:
+    x, y = (part.cuda() for part in make_data())
+    private = PrivateGradients(make_model(), make_plan(clip=1e-10))
+    losses = LOSS(private.model(x), y)
+    with pytest.raises(InputError, match="at least 1e-09 on a GPU"):
+        private.backward(losses)
+    assert private.charged == 0
+
+
+@cuda
 def test_a_batch_of_ones_own_is_refused_where_rows_are_sampled() -> None:
     model = make_model()
     private = PrivateGradients(model, make_plan(sampling_rate=0.5), seed=3)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from diminuendo.errors import DiminuendoError
+from diminuendo.errors import DiminuendoError, UsageError
 from diminuendo.training.mechanism import device
 from diminuendo.training.mechanism.device import ORDER_BYTES, VECTORS_KEY, DeviceSum
 from diminuendo.training.mechanism.kernels import pinned
@@ -118,6 +118,14 @@ class Captured:
         recording = self._recordings.get(key)
         if recording is None:
             recording = self._try_to_record(part, leaves, form)
+            if recording is None and not part.first:
+                private._abandon()
+                raise UsageError(
+                    f"Part {part.place + 1} of this batch cannot be recorded ({self.why_not}), and "
+                    "the parts before it were. The step stays spent, and nothing of it is "
+                    "released. Draw the next batch: from there on, steps run operation by "
+                    "operation."
+                )
             if recording is None:
                 return self._step_by_step(batch)
             if len(self._recordings) >= _MOST:
@@ -273,6 +281,7 @@ class Captured:
         private.released = () if private.policy is None else private.released
         engine.probing = False
         engine.draw_with(order[VECTORS_KEY // _WORD :])
+        torch.clear_autocast_cache()  # a recording is to make its own casts, and keep them
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 if part.drawn is not None:
@@ -301,6 +310,7 @@ class Captured:
             if part.parts > 1 and self._finish is None:
                 self._finish = self._record_finish(total)
         finally:
+            torch.clear_autocast_cache()
             engine.probing = probing
             engine.draw_with(None)
             private._part = took

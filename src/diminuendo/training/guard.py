@@ -297,6 +297,10 @@ def check_seed(seed: Any, spending: Spending | None) -> None:
         )
 
 
+LEAST_ON_GPU = 1e-9
+"""What the bound on underflow in products asks of a clip norm (docs/rounding.md)."""
+
+
 def check_clip(clip: Any, name: str = "clip", *, callable_too: bool = False) -> None:
     """A clip whose sensitivity is known, or (where allowed) a function of the step."""
     if isinstance(clip, Clip) or (callable_too and callable(clip)):
@@ -308,6 +312,18 @@ def check_clip(clip: Any, name: str = "clip", *, callable_too: bool = False) -> 
         value=clip,
         remedy="For the norm C write Flat(C).",
     )
+
+
+def check_clip_on_gpu(clip: Clip) -> None:
+    """A clip norm beside which what underflows in a product in TF32 is nothing."""
+    if clip.sensitivity < LEAST_ON_GPU:
+        raise InputError(
+            f"at least {LEAST_ON_GPU:.0e} on a GPU",
+            name="the clip norm",
+            value=clip.sensitivity,
+            remedy="Multiply losses and clip norm by the same number, and divide the learning rate "
+            "by it.",
+        )
 
 
 def check_own_batch(losses: Tensor, plan: Plan, rate: float, world: int) -> None:

@@ -422,6 +422,8 @@ class PrivateGradients:
         """The clip of step 0, 1, …"""
         clip = self.clip(step + 1) if callable(self.clip) else self.clip
         guard.check_clip(clip, "what clip(t) gives")
+        if self._certified and self.engine.parameters[0].is_cuda:
+            guard.check_clip_on_gpu(clip)
         return clip
 
     def _release(self, total: NoisySum | DeviceSum) -> None:

@@ -14,7 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diminuendo.training.clipping import Engine, Flat, PerLayer, certified, products, rounding, sums
+from diminuendo.training.clipping import (
+    Engine,
+    Flat,
+    PerLayer,
+    certified,
+    device,
+    kernels,
+    products,
+    rounding,
+    sums,
+)
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
 from diminuendo.training.clipping.device import DeviceConvolved, DeviceTerm
@@ -373,3 +383,20 @@ def test_what_is_measured_in_a_lane_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     read = weakref.ref(term._exact[0])
     term.measure(torch.zeros(3, 27), torch.zeros(3, 16), torch.zeros(1))
     assert read() is not None
+
+
+def test_half_precision_is_not_kept_where_products_add_up_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rounding of norms is proven for sums in float32."""
+    monkeypatch.setattr(kernels, "halved", lambda grad: grad.element_size() == 2)
+    kinds = torch.float16, torch.bfloat16
+    assert all(device.keeps_half(torch.zeros(2, dtype=kind), 64) for kind in kinds)
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    try:
+        matmul.allow_fp16_accumulation = True
+        kept = [device.keeps_half(torch.zeros(2, dtype=kind), 64) for kind in kinds]
+    finally:
+        matmul.allow_fp16_accumulation = before
+    assert kept == [False, True]

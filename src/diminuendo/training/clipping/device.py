@@ -38,7 +38,13 @@ def serves(u: Tensor, v: Tensor) -> bool:
 
 def keeps_half(grad: Tensor, tokens: int) -> bool:
     """Whether tokens in half precision are kept as they are, rather than in float32."""
-    return kernels.halved(grad) and tokens >= _LEAST_TOKENS
+    wide_sums = grad.dtype is not torch.float16 or not _adds_up_in_half()
+    return kernels.halved(grad) and tokens >= _LEAST_TOKENS and wide_sums
+
+
+def _adds_up_in_half() -> bool:
+    """Whether PyTorch's products of float16 may add up in float16 (newer versions can be told)."""
+    return bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False))
 
 
 class DeviceTerm(Term):
