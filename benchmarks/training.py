@@ -3,6 +3,7 @@
     python benchmarks/training.py                  # on the CPU; on a GPU where there is one
     python benchmarks/training.py --workloads AD --rounds 100 --no-opacus
     python benchmarks/training.py --before 3       # as in a training loop, not one step in turn
+    python benchmarks/training.py --whole          # whole steps and memory alone
 
 Every round times each variant once, in a rotating order, in one process; the ratios are medians
 over rounds of (variant / plain in the same round), with the quartiles beside them. On a GPU, where
@@ -438,7 +439,6 @@ def cpu_memory(name: str) -> None:
 
 
 def bench(name: str, device: str, rounds: int, opacus: bool, before: int) -> None:
-    (gpu_memory if device == "cuda" else cpu_memory)(name)  # before there is anything else
     steps = {"plain": plain_step(name, device), "private": private_step(name, device)}
     for mode in ("hooks", "functorch", "ew", "ghost") if opacus else ():
         try:
@@ -448,6 +448,9 @@ def bench(name: str, device: str, rounds: int, opacus: bool, before: int) -> Non
         except Exception as error:  # a peer that cannot run a workload is reported as such
             print(f"{name}  opacus {mode}: fails ({type(error).__name__}: {error})"[:150])
     report(name, compare(steps, rounds, device, before), "plain")
+
+
+def bench_whole(name: str, device: str, rounds: int, before: int) -> None:
     updates = {
         "plain+SGD": plain_step(name, device, True),
         "private, whole": private_step(name, device, True),
@@ -475,6 +478,7 @@ def main() -> None:
     parser.add_argument("--before", type=int, default=0, help="untimed steps before each timed one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-opacus", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="whole steps and memory alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measure", nargs=2)
     options = parser.parse_args()
@@ -492,7 +496,11 @@ def main() -> None:
         "ratios are to the plain step run eagerly"
     )
     for name in options.workloads or ("AEFK" if options.device == "cuda" else "ABCD"):
-        bench(name, options.device, options.rounds, not options.no_opacus, options.before)
+        memory_of = gpu_memory if options.device == "cuda" else cpu_memory
+        memory_of(name)  # before there is anything else
+        if not options.whole:
+            bench(name, options.device, options.rounds, not options.no_opacus, options.before)
+        bench_whole(name, options.device, options.rounds, options.before)
 
 
 if __name__ == "__main__":
