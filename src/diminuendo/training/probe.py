@@ -120,7 +120,8 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
             replaced[place] = rows
         given, named = _pytree.tree_unflatten(replaced, spec)
         out = _pytree.tree_leaves(call(*given, **named))
-        return [part for part in out if has_rows(part, len(inputs[0]))]
+        found = [part for part in out if has_rows(part, len(inputs[0]))]
+        return [torch.view_as_real(part) if part.is_complex() else part for part in found]
 
     if not places:
         return

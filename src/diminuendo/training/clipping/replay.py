@@ -76,7 +76,7 @@ class OperationPiece(MetPiece):
         device, enabled, dtype = self.autocast
         with torch.autocast(device, dtype, enabled):
             result = self.func(*args, **kwargs)
-        return [out for out in tensors(result, 2) if out.is_floating_point()]
+        return [out for out in tensors(result, 2) if _differentiable(out)]
 
     def by_example(self, position: int, grad: Tensor) -> Tensor:
         return self.outs[position][1].grouped(grad).flatten(1)
@@ -185,11 +185,15 @@ class OperationPiece(MetPiece):
         return [torch.stack(column) for column in zip(*each, strict=True)]
 
 
+def _differentiable(out: Any) -> bool:
+    return isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex())
+
+
 def _repeats(out: Tensor, seen: Tensor, changed: bool) -> bool:
     """Whether ``out`` is what was seen, as far as that was not written over since."""
     if out.shape != seen.shape or changed:
         return out.shape == seen.shape
-    loose = 1e-4 if out.dtype in (torch.float32, torch.float64) else 5e-2
+    loose = 5e-2 if out.dtype in (torch.float16, torch.bfloat16) else 1e-4
     return torch.allclose(out, seen.to(out.dtype), loose, loose, True)
 
 
@@ -222,10 +226,10 @@ def replayed(
     args, kwargs = pytree.tree_unflatten(fixed, spec)
     result = func(*args, **kwargs)
     parts, form = pytree.tree_flatten(result)
-    several = sum(isinstance(out, Tensor) and out.is_floating_point() for out in parts) > 1
+    several = sum(_differentiable(out) for out in parts) > 1
     watched: list[Tensor] = []
     for k, out in enumerate(parts):
-        if isinstance(out, Tensor) and out.is_floating_point():
+        if _differentiable(out):
             place = follow(op.rule, args, kwargs, source, rows, out, len(watched))
             piece.outs.append((out.shape, place))
             out = watch.tape.attach(out)
