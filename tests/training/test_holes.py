@@ -765,7 +765,8 @@ def test_a_row_that_changes_with_the_size_of_the_draw_is_refused_unpaid(own_loop
 def test_complex_outputs_that_change_with_the_size_of_the_draw_are_refused_unpaid() -> None:
     class Waves(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.fft(super().forward(x) / len(x))
+            waves: Tensor = torch.fft.fft(super().forward(x) / len(x))
+            return waves
 
     model, data = Waves(3, 2), (torch.randn(40, 3), torch.zeros(40))
     private = PrivateGradients(model, dim.plan((4, 1e-5), examples=40, parameters=8, steps=3))

@@ -15,6 +15,7 @@ from small_runs import BUDGET, LINEAR, LOSS, weights
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
+from diminuendo.errors import InputError
 from diminuendo.spending import AdaptiveSpending
 from diminuendo.training import PrivateGradients
 
@@ -196,6 +197,15 @@ def test_a_ledger_knows_without_a_journal(tmp_path: Path) -> None:
     second.spending.close()
     assert len(ledger.runs("b")) == 1
     assert ledger.status("b").spent <= 1
+
+
+@pytest.mark.parametrize("place", ["missing/journal.json", "file/journal.json"])
+def test_a_journal_without_a_folder_costs_nothing(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    private = PrivateGradients(LINEAR.model(), LINEAR.plan(), journal=tmp_path / place)
+    with pytest.raises(InputError, match="a folder that is there"):
+        next(private.batches(LINEAR.data()))
+    assert private.spending.steps == 0
 
 
 def test_a_journal_that_cannot_be_written_costs_the_step_and_releases_nothing(

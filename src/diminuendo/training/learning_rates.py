@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan, PlanWarning, mismatch
-from diminuendo.training.guard import check_scheduler
+from diminuendo.training.guard import check_kind, check_scheduler
 from diminuendo.training.plateau import OnPlateau
 
 _CLOSE = 1e-4
@@ -129,6 +130,10 @@ def follow_plan(
     Nothing is spent here: where your scheduler differs from what the noise was planned for, a
     PlanWarning (with strict=True an InputError) says what that is expected to cost.
     """
+    check_kind(plan)
+    _validate.flag("strict", strict)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("an optimizer that was made", name="optimizer", value=optimizer)
     check_scheduler(lr_scheduler, optimizer)
     if lr_scheduler is None:
         if plan.lr is None:

@@ -178,16 +178,7 @@ def fit(
     )
     checkpoint = None
     try:
-        steps_by = optimizer or PrivateDescent(
-            model.parameters(),
-            lr=_validate.positive(
-                "lr",
-                lr,
-                remedy="Or give an optimizer. It is chosen for classes by CrossEntropyLoss from "
-                "arrays with one row for each example.",
-            ),
-            beta=plan.momentum or 0.0,
-        )
+        steps_by = _descent(model, plan, lr) if optimizer is None else optimizer
         check_unit(private.spending, grouped=persons is not None)
         private.guard.check_optimizer(steps_by)
         scheduler = lr_scheduler
@@ -228,6 +219,16 @@ def fit(
         private.close()
         if checkpoint is not None:
             checkpoint.close()
+
+
+def _descent(model: nn.Module, plan: Plan, lr: float | None) -> PrivateDescent:
+    """The paper's own optimiser."""
+    remedy = (
+        "Or give an optimizer. It is chosen for classes by CrossEntropyLoss from arrays with one "
+        "row for each example."
+    )
+    rate = _validate.positive("lr", lr, remedy=remedy)
+    return PrivateDescent(model.parameters(), lr=rate, beta=plan.momentum or 0.0)
 
 
 # The part of a GPU's free memory that a dataset of tensors may take.

@@ -133,6 +133,8 @@ class PrivateGradients:
         noise: NoiseName = "exact",
         seed: int | None = None,
     ) -> None:
+        guard.check_kind(plan)
+        guard.check_spending(spending)
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
         _validate.choice("noise", noise, ["exact", "fast"])
@@ -244,6 +246,8 @@ class PrivateGradients:
         groups  whose each row is, where several are one person's: a column with an entry for each
                 row. Persons are drawn, and one row of each; the plan's examples are persons
         """
+        if torch.is_inference_mode_enabled():
+            raise UsageError("A step needs gradients: leave torch.inference_mode() first.")
         source = Source(dataset, precision_of(self.model))
         persons = Groups.of(groups)
         guard.check_unit(self.spending, persons is not None)
