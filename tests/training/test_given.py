@@ -161,3 +161,14 @@ def test_what_follow_plan_is_given(name: str, value: Any) -> None:
     given: dict[str, Any] = {"optimizer": optimizer, "plan": make_plan(), name: value}
     with pytest.raises(InputError, match=name):
         follow_plan(**given)
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    with pytest.raises(DiminuendoError, match="no parameter"):
+        run(nn.Identity(), make_plan())
+
+
+@pytest.mark.parametrize("given", [None, 1.0, [1.0], np.ones(3)])
+def test_a_loss_that_gives_no_tensor(given: Any) -> None:
+    with pytest.raises(InputError, match="what loss gives"):
+        run(make_model(), make_plan(), loss=lambda *_: given)

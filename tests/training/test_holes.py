@@ -774,3 +774,32 @@ def test_complex_outputs_that_change_with_the_size_of_the_draw_are_refused_unpai
     with pytest.raises(InputError, match="whatever the other examples"):
         model(batch)
     assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_behind_an_embedding_whose_gradients_are_sparse(own: bool) -> None:
+    class Sparse(nn.Module):
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(11, 5, sparse=True), nn.Linear(5, 3)
+            self.share = share
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            rows = self.table(tokens).mean(1)
+            out: Tensor = self.linear(rows - self.share * rows.detach().mean(0))
+            return out
+
+    data = torch.randint(0, 11, (LINEAR.examples, 6)), LINEAR.data()[1]
+
+    def train(model: nn.Module) -> None:
+        plan = LINEAR.plan(steps=3)
+        if not own:
+            run(model, plan, data=data)
+            return
+        private = PrivateGradients(model, plan)
+        for x, y in private.batches(data):
+            private.backward(LOSS(model(x), y))
+
+    train(Sparse(0.0))
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        train(Sparse(0.5))

@@ -243,6 +243,30 @@ def test_what_is_no_state_is_said_so(state: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"step": "two"},
+        {"step": float("nan")},
+        {"step": -1},
+        {"lost": -1},
+        {"lost": 5},
+        {"spending": {}},
+        {"spending": None},
+        {"released": None},
+    ],
+)
+def test_a_spoilt_state_is_said_so(spoilt: dict[str, Any], tmp_path: Path) -> None:
+    plan = LINEAR.plan()
+    first, optimizer = made(plan, journal=tmp_path / "journal.json")
+    train(first, 2, optimizer)
+    state = {**first.state_dict(), **spoilt}
+    first.close()
+    private, _ = made(plan, journal=tmp_path / "journal.json")
+    with pytest.raises(dim.InputError, match="the state"):
+        private.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
     ("rate", "sizes"), [(1.0, [1] * 20), (0.3, [4, 4, 4, 4, 4]), (0.1, [10, 10])]
 )
 def test_batches_come_epoch_by_epoch(rate: float, sizes: list[int]) -> None:

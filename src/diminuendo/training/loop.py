@@ -239,9 +239,9 @@ def _arranged(
     model: nn.Module, data: Any, plan: Plan, compute: Compute, group: Group
 ) -> tuple[bool, Any]:
     """Whether to fill batches up, and the data: as a recording wants them, if one may be made."""
-    device = next(model.parameters()).device
-    recorded = compute.record and device.type == "cuda" and group.world == 1
-    if not recorded:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    recorded = compute.record and group.world == 1
+    if not recorded or device is None or device.type != "cuda":
         return bool(compute.pad), data
     source = Source(data, precision_of(model))
     sampled = bool(min(plan.rates.tolist()) < 1)

@@ -83,7 +83,12 @@ def refuse_mixing(
     """
 
     def losses(call: _Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [loss(call(inputs[0]), inputs[1])]
+        found = loss(call(inputs[0]), inputs[1])
+        if not isinstance(found, Tensor):
+            raise InputError(
+                "a tensor with one loss for each example", name="what loss gives", value=found
+            )
+        return [found]
 
     trial = _Trial(model, losses)
     try:
