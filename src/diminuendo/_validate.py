@@ -96,7 +96,10 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
     if bad.any():
         first = int(np.argmax(bad))
         raise InputError(
-            expected, name=f"{name}[{first}]", value=float(array[first]), remedy=remedy
+            f"a finite {kind} number",
+            name=f"{name}[{first}]",
+            value=float(array[first]),
+            remedy=remedy,
         )
     return array
 
