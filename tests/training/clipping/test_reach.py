@@ -496,6 +496,23 @@ def test_exact_whatever_the_batch_size(kind: type[Model], examples: int) -> None
         close(actual, expected, 1e-10, name, floor)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [kind for kind in HEALTHY if kind not in (Lengths, Padded)])
+def test_an_example_that_is_not_finite_adds_nothing_and_reaches_no_other(
+    kind: type[Model], value: float
+) -> None:
+    model, x = kind(), torch.randn(5, 7, 2)
+    others = torch.tensor([0, 2, 3, 4])
+    spoilt = x.clone()
+    spoilt[1, :, 1] = value
+    with Engine(model) as engine:
+        expected = engine.clipped_sum(logits(model, (x[others],)), Flat(0.5))
+        result = engine.clipped_sum(logits(model, (spoilt,)), Flat(0.5))
+    assert result.nonfinite == 1
+    for name, actual, total in zip(engine.names, result.sums, expected.sums, strict=True):
+        close(actual, total, 1e-10, name, 1e-3)
+
+
 def per_example_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
     rows = []
     for i in range(len(x)):
