@@ -28,7 +28,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
-from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.clipping import Clip, Engine, Flat, PerLayer
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.groups import Groups
@@ -36,6 +36,7 @@ from diminuendo.training.journal import Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.mechanism.device import DeviceSum
+from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
@@ -414,18 +415,22 @@ class PrivateGradients:
         )
         event = self._next or self._next_event()
         self._next = None
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
+        std = event.noise_multiplier * sensitivity * _louder(1 - share)
+        if self._certified:
+            Grid.of(std)  # raises where no grid is fine or wide enough
         self.spending.request(event)
         if self.policy is None:
             self.released = ()  # memory that the backward pass may need
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         self._number = self._kept_for_a_number(event, share)
-        std = event.noise_multiplier * sensitivity * _louder(1 - share)
         return _Paid(event, clip, sensitivity, std)
 
     def _clip_of(self, step: int) -> Clip:
         """The clip of step 0, 1, …"""
         clip = self.clip(step + 1) if callable(self.clip) else self.clip
         guard.check_clip(clip, "what clip(t) gives")
+        if isinstance(clip, PerLayer):
+            clip.check(len(self.engine.layers))
         return clip
 
     def _release(self, total: NoisySum | DeviceSum) -> None:
