@@ -125,6 +125,19 @@ def test_from_R_gives_the_budget_that_R_uses_up() -> None:
         dim.Budget.from_R(1e-9, delta=0.1)
 
 
+@pytest.mark.parametrize("delta", [5e-324, 1e-320, 1e-301])
+def test_a_delta_whose_bounds_have_no_digits_is_refused(delta: float) -> None:
+    budget = Budget(epsilon=1, delta=1e-300)
+    assert 0.999 < budget.epsilon_of(budget.R) <= 1
+    for ask in (
+        lambda: Budget(epsilon=1, delta=delta),
+        lambda: dim.epsilon([5.0], delta=delta),
+        lambda: epsilon_of(0.1, delta=delta),
+    ):
+        with pytest.raises(dim.InputError, match=r"delta.*at least 1e-300"):
+            ask()
+
+
 def test_nothing_spent_costs_nothing() -> None:
     assert epsilon_of(0.0, delta=1e-5) == 0
     assert delta_of(0.0, epsilon=1.0) == 0

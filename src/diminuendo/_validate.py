@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,7 +96,10 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
     if bad.any():
         first = int(np.argmax(bad))
         raise InputError(
-            expected, name=f"{name}[{first}]", value=float(array[first]), remedy=remedy
+            f"a finite {kind} number",
+            name=f"{name}[{first}]",
+            value=float(array[first]),
+            remedy=remedy,
         )
     return array
 
@@ -102,9 +107,23 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
 def choice(name: str, value: Any, options: Iterable[str], *, remedy: str = "") -> str:
     """The value, if it is one of the options."""
     allowed = list(options)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise InputError(f"one of {', '.join(allowed)}", name=name, value=value, remedy=remedy)
     return str(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value, if it is True or False: a text such as "no" would count as true."""
+    if not isinstance(value, bool):
+        raise InputError("True or False", name=name, value=value)
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    """The value as a Path, from a text or a Path."""
+    if not isinstance(value, (str, PathLike)) or not str(value):
+        raise InputError("a path, as a text or a Path", name=name, value=value)
+    return Path(value)
 
 
 def same_length(name: str, one: Vector, other_name: str, other: Vector, remedy: str = "") -> None:

@@ -147,9 +147,10 @@ def _raw_delta(mu: float, epsilon: float, conversion: str) -> float:
     return min(math.exp(log_delta), 1.0)
 
 
-def _check_delta(delta: float) -> float:
+def check_delta(delta: float) -> float:
+    """δ as a float in [1e-300, 1), or InputError: doubles below lose the digits of a bound."""
     return _validate.real(
-        "delta", delta, above=0, below=1, remedy="A usual choice is well below 1/examples."
+        "delta", delta, at_least=1e-300, below=1, remedy="A usual choice is well below 1/examples."
     )
 
 
@@ -170,7 +171,7 @@ def epsilon_of(
     conversion: Conversion = "exact",
 ) -> float:
     """An upper bound on ε ≥ 0 at δ for any full-batch Gaussian schedule with Σ_t 1/σ_t² = R."""
-    delta = _check_delta(delta)
+    delta = check_delta(delta)
     _validate.choice("conversion", conversion, CONVERSIONS)
     mu = _effective_mu(R, relation)
     return _raw_epsilon(mu, delta, conversion) * _UP if mu > 0 else 0.0
@@ -211,7 +212,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epsilon", _validate.positive("epsilon", self.epsilon))
-        object.__setattr__(self, "delta", _check_delta(self.delta))
+        object.__setattr__(self, "delta", check_delta(self.delta))
         _validate.choice("relation", self.relation, SENSITIVITY)
         _validate.choice("conversion", self.conversion, CONVERSIONS)
         try:

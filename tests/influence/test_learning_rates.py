@@ -172,6 +172,8 @@ BAD: list[tuple[Any, str]] = [
     ([0.0, 0.0, 0.0], "above zero"),
     ([1.0, 2.5, 1.0], r"lr\[1\] to be at most 2.*stable.*got 2.5"),
     (lambda t: "fast", "lr"),
+    (lambda: 1.0, "from an optimizer to a scheduler"),
+    (lambda t, n: t / n, "from an optimizer to a scheduler"),
     ("fast", "lr"),
     (0.0, "lr"),
 ]

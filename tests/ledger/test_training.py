@@ -241,3 +241,13 @@ def test_a_run_whose_ledger_lost_what_it_had_seen_is_not_resumed(url: str, tmp_p
 def _rows(ledger: Ledger, query: str) -> list[dict[str, Any]]:
     rows = ledger.read_transaction(lambda c: c.execute(text(query)).all())
     return [dict(row._mapping) for row in rows]
+
+
+@pytest.mark.parametrize("given", [3, "plan.json", (4, 1e-5), [1.0], object()])
+def test_what_a_ledger_and_its_spending_take(ledger: Ledger, given: Any) -> None:
+    ledger.create("b", BUDGET, data=identify(data()))
+    with pytest.raises(InputError, match="plan to be a Plan"):
+        ledger.pay("b", given, data=data())
+    if not isinstance(given, str):
+        with pytest.raises(InputError, match="the ledger"):
+            Ledger(given)

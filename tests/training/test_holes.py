@@ -760,3 +760,46 @@ def test_a_row_that_changes_with_the_size_of_the_draw_is_refused_unpaid(own_loop
     with pytest.raises(InputError, match="whatever the other examples"):
         (loop if own_loop else fitted)()
     assert not spending.granted
+
+
+def test_complex_outputs_that_change_with_the_size_of_the_draw_are_refused_unpaid() -> None:
+    class Waves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            waves: Tensor = torch.fft.fft(super().forward(x) / len(x))
+            return waves
+
+    model, data = Waves(3, 2), (torch.randn(40, 3), torch.zeros(40))
+    private = PrivateGradients(model, dim.plan((4, 1e-5), examples=40, parameters=8, steps=3))
+    batch, _ = next(private.batches(data))
+    with pytest.raises(InputError, match="whatever the other examples"):
+        model(batch)
+    assert private.spending.steps == 0
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_mixtures_behind_an_embedding_whose_gradients_are_sparse(own: bool) -> None:
+    class Sparse(nn.Module):
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(11, 5, sparse=True), nn.Linear(5, 3)
+            self.share = share
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            rows = self.table(tokens).mean(1)
+            out: Tensor = self.linear(rows - self.share * rows.detach().mean(0))
+            return out
+
+    data = torch.randint(0, 11, (LINEAR.examples, 6)), LINEAR.data()[1]
+
+    def train(model: nn.Module) -> None:
+        plan = LINEAR.plan(steps=3)
+        if not own:
+            run(model, plan, data=data)
+            return
+        private = PrivateGradients(model, plan)
+        for x, y in private.batches(data):
+            private.backward(LOSS(model(x), y))
+
+    train(Sparse(0.0))
+    with pytest.raises(dim.DiminuendoError, match=MIXED):
+        train(Sparse(0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,16 @@ def test_other_optimizers_and_closed_runs_are_not_watched() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
+
+
+def test_several_watched_runs_at_a_time_each_take_their_steps() -> None:
+    """PyTorch calls all hooks of all optimizers in turn, and none may leave meanwhile."""
+    plan = make_plan(gamma=0.95, lr=influence.linear(STEPS))
+    forgotten = PrivateGradients(make_model(), plan)
+    open_one = PrivateGradients(make_model(), plan)
+    del forgotten
+    gc.collect()
+    with pytest.warns(dim.PlanWarning, match="step 2"):
+        own_loop(plan, follow=False)
+    own_loop(plan, follow=True)
+    open_one.close()

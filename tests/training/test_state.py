@@ -15,6 +15,7 @@ from small_runs import BUDGET, LINEAR, LOSS, weights
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
+from diminuendo.errors import InputError
 from diminuendo.spending import AdaptiveSpending
 from diminuendo.training import PrivateGradients
 
@@ -198,6 +199,15 @@ def test_a_ledger_knows_without_a_journal(tmp_path: Path) -> None:
     assert ledger.status("b").spent <= 1
 
 
+@pytest.mark.parametrize("place", ["missing/journal.json", "file/journal.json"])
+def test_a_journal_without_a_folder_costs_nothing(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    private = PrivateGradients(LINEAR.model(), LINEAR.plan(), journal=tmp_path / place)
+    with pytest.raises(InputError, match="a folder that is there"):
+        next(private.batches(LINEAR.data()))
+    assert private.spending.steps == 0
+
+
 def test_a_journal_that_cannot_be_written_costs_the_step_and_releases_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +240,30 @@ def test_what_is_no_state_is_said_so(state: Any, tmp_path: Path) -> None:
     ):
         private.load_state_dict(state)
     assert len(train(private, 2, optimizer)) == 2, "nothing has changed"
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"step": "two"},
+        {"step": float("nan")},
+        {"step": -1},
+        {"lost": -1},
+        {"lost": 5},
+        {"spending": {}},
+        {"spending": None},
+        {"released": None},
+    ],
+)
+def test_a_spoilt_state_is_said_so(spoilt: dict[str, Any], tmp_path: Path) -> None:
+    plan = LINEAR.plan()
+    first, optimizer = made(plan, journal=tmp_path / "journal.json")
+    train(first, 2, optimizer)
+    state = {**first.state_dict(), **spoilt}
+    first.close()
+    private, _ = made(plan, journal=tmp_path / "journal.json")
+    with pytest.raises(dim.InputError, match="the state"):
+        private.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -297,3 +297,30 @@ def test_rows_of_one_number() -> None:
         order = torch.arange(len(x) - 1, -1, -1)
         private.backward(LOSS(model(x[order]), y[order]))
     assert private.step == 2
+
+
+def test_losses_are_summed_once_and_the_second_time_costs_nothing() -> None:
+    model, (x, y) = make_model(), make_data()
+    private = PrivateGradients(model, make_plan())
+    losses = LOSS(model(x), y)
+    private.backward(losses)
+    with pytest.raises(EngineError, match="summed before"):
+        private.backward(losses)
+    assert private.charged == private.spending.steps == 1
+
+
+def test_inference_mode_is_refused_before_a_batch_is_drawn() -> None:
+    private = PrivateGradients(make_model(), make_plan())
+    with torch.inference_mode(), pytest.raises(dim.UsageError, match="inference_mode"):
+        next(private.batches(make_data()))
+
+
+@pytest.mark.parametrize(
+    "clip", [PerLayer([1.0, 2.0, 3.0]), lambda _: PerLayer([1.0]), Flat(1e280), lambda _: 3]
+)
+def test_a_clip_that_cannot_be_used_costs_nothing(clip: Any) -> None:
+    model, (x, y) = make_model(), make_data()
+    private = PrivateGradients(model, make_plan(), clip=clip)
+    with pytest.raises(dim.DiminuendoError, match=r"PerLayer|noise_std"):
+        private.backward(LOSS(model(x), y))
+    assert private.charged == private.spending.steps == 0

@@ -33,7 +33,7 @@ QUICK: dict[str, Any] = {
 
 
 def tune(**changes: Any) -> TuningResult:
-    return dim.tune(BUDGET, SHAPE, **{**QUICK, **changes})
+    return dim.tune(BUDGET, **{"shape": SHAPE, **QUICK, **changes})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -352,6 +352,13 @@ def test_public_sets_of_one_s_own_are_held_out_by_halves() -> None:
         ({"repeats": 0}, "repeats"),
         ({"rounds": -1}, "rounds"),
         ({"seed": -1}, "seed"),
+        ({"minimise": ""}, "minimise"),
+        ({"shape": 100}, "shape"),
+        ({"models": 32}, "models"),
+        ({"space": {"lr": 1.0}}, "space"),
+        ({"auxiliary": 5}, "auxiliary"),
+        ({"device": "gpu"}, "device"),
+        ({"progress": "no"}, "progress"),
         ({"space": Space(lr=1e300)}, "Lower the learning rate"),
         ({"space": Space(clipping="automatic"), "trials": 3, "models": None}, "clipping"),
     ],

@@ -169,6 +169,7 @@ def test_arrays_are_taken() -> None:
         ({"data": (DATA[0], DATA[1].float())}, "int64"),
         ({"data": DATA[0]}, "a pair"),
         ({"patience": -1}, "patience"),
+        ({"device": "gpu"}, "device"),
     ],
 )
 def test_nothing_is_asked_for_before_the_input_is_checked(

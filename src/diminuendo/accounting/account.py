@@ -18,7 +18,7 @@ from diminuendo import _validate, budget
 from diminuendo._validate import Vector
 from diminuendo.accounting import gaussian, subsampled
 from diminuendo.accounting.subsampled import closed_form
-from diminuendo.budget import Budget, Relation, as_budget
+from diminuendo.budget import Budget, Relation, as_budget, check_delta
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 
@@ -187,11 +187,6 @@ def check_rates(sampling_rate: ArrayLike, steps: int) -> Vector:
             value=f"{rates.size} numbers",
         )
     return np.broadcast_to(rates, (steps,))
-
-
-def check_delta(delta: float) -> float:
-    """δ as a float in (0, 1), or InputError."""
-    return _validate.real("delta", delta, above=0, below=1)
 
 
 def epsilon(

@@ -104,7 +104,15 @@ def _from_scheduler(factory: Callable[[Any], Any], steps: int) -> Vector:
         )
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scheduler = factory(optimizer)
+    try:
+        scheduler = factory(optimizer)
+    except TypeError as error:
+        raise InputError(
+            "a function of t, or a function from an optimizer to a scheduler",
+            name="lr",
+            value=getattr(factory, "__name__", factory),
+            remedy=f"lambda optimizer: StepLR(optimizer, 10), say. ({error})",
+        ) from error
     if any(kind.__name__ == "ReduceLROnPlateau" for kind in type(scheduler).__mro__):
         raise InputError(
             "a schedule that does not depend on a metric",

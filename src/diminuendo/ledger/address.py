@@ -41,6 +41,8 @@ def _data_folder() -> Path:
 
 def parse(text: str | Path) -> URL:
     """The URL with the driver that this library uses. Errors do not repeat it: it may be secret."""
+    if not isinstance(text, (str, Path)):
+        raise InputError(_WORDS, name="the ledger", value=type(text).__name__)
     if isinstance(text, Path) or "://" not in text:
         path = Path(text).expanduser()
         if _SCHEME.match(str(text)) or not path.name:

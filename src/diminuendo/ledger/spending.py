@@ -20,6 +20,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from diminuendo import _validate, events
@@ -64,6 +65,13 @@ class LedgerSpending(Spending):
         label: str = "",
     ) -> None:
         terms = ledger.status(name).terms
+        if not isinstance(plan, (Plan, NoneType)):
+            raise InputError(
+                "a Plan",
+                name="plan",
+                value=plan,
+                remedy="dim.plan(…) makes one; what dim.tune chose has one in .plan.",
+            )
         if plan is not None and plan.budget.relation != terms.budget.relation:
             raise InputError(
                 f"that of the budget {name!r} ({terms.budget.relation})",

@@ -64,7 +64,7 @@ def mismatch(plan: Plan, lr: ArrayLike) -> Mismatch | None:
     used = _validate.vector("lr", lr, positive=False)
     planned = np.ones(plan.steps) if plan.lr is None else plan.lr
     _validate.same_length("lr", used, "the plan", planned)
-    _validate.positive("max(lr)", used.max())
+    _validate.positive("max(lr)", float(used.max()))
     used, shares = used / used.max(), planned / planned.max()
     apart = np.abs(used - shares) > _SAME
     if not apart.any() or (plan.lr is None and float(np.ptp(plan.sigmas)) == 0):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from diminuendo.errors import DiminuendoError, UsageError
+from diminuendo.errors import DiminuendoError, InputError, UsageError
 from diminuendo.training.mechanism import device
 from diminuendo.training.mechanism.device import ORDER_BYTES, VECTORS_KEY, DeviceSum
 from diminuendo.training.mechanism.kernels import pinned
@@ -72,6 +72,14 @@ class Captured:
         optimizer: torch.optim.Optimizer,
         why_not: str | None = None,
     ) -> None:
+        if not callable(losses):
+            raise InputError(
+                "a function of a batch that gives one loss per example",
+                name="losses",
+                value=losses,
+                remedy="lambda x, y: loss_fn(model(x), y), say.",
+            )
+        private.guard.check_optimizer(optimizer)
         self._private, self._losses, self._optimizer = private, losses, optimizer
         self.why_not = why_not or _reason(private)
         """Why steps are not recorded; None where they are."""

@@ -92,7 +92,9 @@ class Checkpoints:
     moved: bool = False
 
     def __post_init__(self) -> None:
+        _validate.path("folder", self.folder)
         _validate.count("every", self.every)
+        _validate.flag("moved", self.moved)
 
     def journal(self, plan: Plan, *, writes: bool) -> Journal:
         """The journal beside the checkpoint."""

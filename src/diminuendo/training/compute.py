@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from diminuendo import _validate
 from diminuendo.errors import InputError
-from diminuendo.training.padding import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Compute:
         if self.micro_batch is not None:
             _validate.count("micro_batch", self.micro_batch)
         if self.pad is not None:
-            checked(self.pad)
-        checked(self.record, "record")
+            _validate.flag("pad", self.pad)
+        _validate.flag("record", self.record)
 
     @classmethod
     def of(cls, device: Compute | torch.device | str | None) -> Compute:
@@ -50,14 +50,18 @@ class Compute:
 
     def move(self, model: nn.Module) -> None:
         """Bring the model to the device, or raise an `InputError` if there is no such device."""
-        if self.device is None:
-            return
-        try:
+        check_device(self.device)
+        if self.device is not None:
             model.to(self.device)
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise InputError(
-                "a device that is there",
-                name="device",
-                value=str(self.device),
-                remedy=f"({error})",
-            ) from None
+
+
+def check_device(device: Any) -> None:
+    """Raise an `InputError` where there is no such device; None is whichever there is."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise InputError(
+            "a device that is there", name="device", value=str(device), remedy=f"({error})"
+        ) from None

@@ -251,6 +251,7 @@ def check_plan(plan: Plan) -> None:
     For a plan of uniform noise this takes milliseconds, for one of 20,000 different σ at a
     sampling rate below 1 about two seconds.
     """
+    check_kind(plan)
     cost = accounting.claim(events.from_schedule(plan.sigmas, plan.rates), plan.budget)
     if len(plan.sigmas) != plan.steps or cost > min(plan.epsilon, plan.budget.epsilon) * (1 + 1e-9):
         raise InputError(
@@ -260,6 +261,30 @@ def check_plan(plan: Plan) -> None:
             remedy="Its noise multipliers were replaced after planning: plan again. For σ that "
             "are chosen while training use AdaptiveSpending.",
         )
+
+
+def check_kind(plan: Any) -> None:
+    """A plan, and not what it was made of or what holds it."""
+    if isinstance(plan, Plan):
+        return
+    raise InputError(
+        "a Plan",
+        name="plan",
+        value=plan,
+        remedy="dim.plan(…) makes one; what dim.tune chose has one in .plan.",
+    )
+
+
+def check_spending(spending: Any) -> None:
+    """Something that can be asked for budget."""
+    if spending is None or isinstance(spending, Spending):
+        return
+    raise InputError(
+        "a Spending",
+        name="spending",
+        value=spending,
+        remedy='ledger.pay("patients", plan, data=data), say; left out, the plan itself pays.',
+    )
 
 
 def check_policy(policy: Any, spending: Spending | None) -> None:

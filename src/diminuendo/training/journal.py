@@ -12,6 +12,7 @@ apart: see `copies`.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import Spending
 from diminuendo.training import copies
+from diminuendo.training.guard import check_kind
 
 VERSION = 1
 
@@ -72,10 +74,11 @@ class Journal:
         writes: bool = True,
         moved: bool = False,
     ) -> None:
-        self.path = Path(path)
+        check_kind(plan)
+        self.path = _validate.path("journal", path)
         self._digest, self._steps = plan.digest, plan.steps
         self._every = _validate.count("every", every)
-        self._writes, self._moved = writes, moved
+        self._writes, self._moved = writes, _validate.flag("moved", moved)
         self._reserved = 0
         self._began: int | None = None
         self._events: list[GaussianStep] = []
@@ -91,6 +94,7 @@ class Journal:
         alone    whether nobody but the journal keeps count: then copies of it are told apart, and
                  this run takes its turn
         """
+        self._refuse_no_folder()
         if not self.path.exists():
             if saved == 0:
                 self._run = secrets.token_hex(16) if alone else None
@@ -106,6 +110,17 @@ class Journal:
         data = _files.parse_json(text, name="the journal", source=str(self.path))
         entry = self._entry(data)
         return self._in_turn(data, entry, saved, planned) if alone else entry
+
+    def _refuse_no_folder(self) -> None:
+        """A journal that cannot be written would be missed when a step has been paid for."""
+        folder = self.path.absolute().parent
+        if self._writes and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise InputError(
+                "in a folder that is there and can be written",
+                name="the journal",
+                value=str(self.path),
+                remedy=f"Make {folder} first.",
+            )
 
     def _entry(self, data: Any) -> Entry:
         try:

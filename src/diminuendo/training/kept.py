@@ -62,7 +62,7 @@ def gradient(answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor]) 
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     except ERRORS:  # a backward pass that cannot be asked for single gradients
         return []
-    return [_some(grad) for grad in grads]
+    return [_some(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
 
 
 # Entries of all parameters together whose gradients are looked at, and of those that always are.

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan, PlanWarning, mismatch
-from diminuendo.training.guard import check_scheduler
+from diminuendo.training.guard import check_kind, check_scheduler
 from diminuendo.training.plateau import OnPlateau
 
 _CLOSE = 1e-4
+
+
+_DONE: list[RemovableHandle] = []
+"""Hooks that look no more. PyTorch walks through its hooks while it calls one, so that none can be
+removed from within: the next watch does it."""
 
 
 class PlannedRates(LambdaLR):
@@ -49,6 +56,9 @@ class Watch:
         self._own = {id(parameter) for parameter in parameters}
         self._rates, self._taken = rates, taken
         self._unit: float | None = None
+        self._over = False
+        while _DONE:
+            _DONE.pop().remove()
         self._hook = register_optimizer_step_pre_hook(self._look)
 
     def stop(self) -> None:
@@ -58,14 +68,19 @@ class Watch:
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         step = self._taken()
         if step is None:
-            self.stop()
-            return
-        self.look(optimizer, step)
+            self._end()
+        else:
+            self.look(optimizer, step)
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            _DONE.append(self._hook)
 
     def look(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Compare the learning rate with which step 1, 2, … is taken."""
         group = self._group(optimizer)
-        if group is None or not 0 < step <= len(self._rates):
+        if self._over or group is None or not 0 < step <= len(self._rates):
             return
         if isinstance(group["lr"], Tensor) and step & (step - 1):
             return  # to read it may be to wait for a GPU: at the 1st, 2nd, 4th, 8th … step only
@@ -75,7 +90,7 @@ class Watch:
             return
         if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
             return
-        self.stop()
+        self._end()
         warnings.warn(
             f"The learning rate of step {step} is {used:.6g}, where the plan has "
             f"{self._unit * planned:.6g}: its noise was made for its own learning rates. Let "
@@ -129,6 +144,10 @@ def follow_plan(
     Nothing is spent here: where your scheduler differs from what the noise was planned for, a
     PlanWarning (with strict=True an InputError) says what that is expected to cost.
     """
+    check_kind(plan)
+    _validate.flag("strict", strict)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("an optimizer that was made", name="optimizer", value=optimizer)
     check_scheduler(lr_scheduler, optimizer)
     if lr_scheduler is None:
         if plan.lr is None:

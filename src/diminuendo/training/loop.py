@@ -178,16 +178,7 @@ def fit(
     )
     checkpoint = None
     try:
-        steps_by = optimizer or PrivateDescent(
-            model.parameters(),
-            lr=_validate.positive(
-                "lr",
-                lr,
-                remedy="Or give an optimizer. It is chosen for classes by CrossEntropyLoss from "
-                "arrays with one row for each example.",
-            ),
-            beta=plan.momentum or 0.0,
-        )
+        steps_by = _descent(model, plan, lr) if optimizer is None else optimizer
         check_unit(private.spending, grouped=persons is not None)
         private.guard.check_optimizer(steps_by)
         scheduler = lr_scheduler
@@ -230,6 +221,16 @@ def fit(
             checkpoint.close()
 
 
+def _descent(model: nn.Module, plan: Plan, lr: float | None) -> PrivateDescent:
+    """The paper's own optimiser."""
+    remedy = (
+        "Or give an optimizer. It is chosen for classes by CrossEntropyLoss from arrays with one "
+        "row for each example."
+    )
+    rate = _validate.positive("lr", lr, remedy=remedy)
+    return PrivateDescent(model.parameters(), lr=rate, beta=plan.momentum or 0.0)
+
+
 # The part of a GPU's free memory that a dataset of tensors may take.
 _RESIDENT = 0.25
 
@@ -238,9 +239,9 @@ def _arranged(
     model: nn.Module, data: Any, plan: Plan, compute: Compute, group: Group
 ) -> tuple[bool, Any]:
     """Whether to fill batches up, and the data: as a recording wants them, if one may be made."""
-    device = next(model.parameters()).device
-    recorded = compute.record and device.type == "cuda" and group.world == 1
-    if not recorded:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    recorded = compute.record and group.world == 1
+    if not recorded or device is None or device.type != "cuda":
         return bool(compute.pad), data
     source = Source(data, precision_of(model))
     sampled = bool(min(plan.rates.tolist()) < 1)

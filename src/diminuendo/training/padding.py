@@ -86,13 +86,6 @@ class Buckets:
         return parts + [indices[:0]] * (self.parts[rate] - len(parts))
 
 
-def checked(pad: Any, name: str = "pad") -> bool:
-    """`pad` as it is; raises an `InputError` where it is neither True nor False."""
-    if isinstance(pad, bool):
-        return pad
-    raise InputError("True or False", name=name, value=pad)
-
-
 def _share(rows: int, world: int) -> int:
     return math.ceil(rows / world)
 

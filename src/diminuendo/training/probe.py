@@ -83,7 +83,12 @@ def refuse_mixing(
     """
 
     def losses(call: _Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [loss(call(inputs[0]), inputs[1])]
+        found = loss(call(inputs[0]), inputs[1])
+        if not isinstance(found, Tensor):
+            raise InputError(
+                "a tensor with one loss for each example", name="what loss gives", value=found
+            )
+        return [found]
 
     trial = _Trial(model, losses)
     try:
@@ -120,7 +125,8 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
             replaced[place] = rows
         given, named = _pytree.tree_unflatten(replaced, spec)
         out = _pytree.tree_leaves(call(*given, **named))
-        return [part for part in out if has_rows(part, len(inputs[0]))]
+        found = [part for part in out if has_rows(part, len(inputs[0]))]
+        return [torch.view_as_real(part) if part.is_complex() else part for part in found]
 
     if not places:
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from diminuendo import _progress
+from diminuendo import _progress, _validate
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.training.step import PrivateGradients
@@ -40,6 +40,14 @@ class Progress:
     reveal_training_loss: bool = False
 
     def __post_init__(self) -> None:
+        _validate.flag("shown", self.shown)
+        _validate.flag("reveal_training_loss", self.reveal_training_loss)
+        if self.after_step is not None and not callable(self.after_step):
+            raise InputError(
+                "a function of the step and the PrivateGradients",
+                name="after_step",
+                value=self.after_step,
+            )
         if self.logger is not None and not isinstance(self.logger, Logger):
             raise InputError(
                 "something with the methods begin, step and end",
@@ -51,7 +59,9 @@ class Progress:
     @classmethod
     def of(cls, progress: Progress | bool) -> Progress:
         """A `Progress` as it is; yes or no as one."""
-        return progress if isinstance(progress, Progress) else cls(shown=bool(progress))
+        if isinstance(progress, Progress):
+            return progress
+        return cls(shown=_validate.flag("progress", progress))
 
 
 class EpsilonSoFar:

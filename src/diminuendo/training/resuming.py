@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from diminuendo import _validate
 from diminuendo.errors import InputError, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import Spending
@@ -91,6 +92,16 @@ def check_state(state: Any, mine: Mapping[str, Any]) -> None:
             value=f"one without {', '.join(sorted(missing))}",
             remedy="Save it beside the model's and the optimiser's states.",
         )
+    try:
+        step = _validate.count("the state's step", state["step"], at_least=0)
+        _validate.count("the state's lost", state["lost"], at_least=0, at_most=step)
+        _spent(state), list(state["released"])
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            "what private.state_dict() gave", name="the state", value="spoilt"
+        ) from None
     for name, own in mine.items():
         if state[name] != own:
             raise InputError(

@@ -24,7 +24,7 @@ from diminuendo.planning import Plan
 from diminuendo.training.distributed import Group
 from diminuendo.training.groups import Groups
 from diminuendo.training.mechanism import bernoulli
-from diminuendo.training.padding import Buckets, Filler, checked, filled_rows
+from diminuendo.training.padding import Buckets, Filler, filled_rows
 from diminuendo.training.seeds import Seeds
 
 
@@ -331,7 +331,8 @@ class Sampler:
     ) -> None:
         self._plan, self._seeds, self._group = plan, seeds, group
         self._rates: list[float] = plan.rates.tolist()
-        self._pad = checked(pad) and min(self._rates) < 1  # all rows have one size anyway
+        sampled = min(self._rates) < 1  # elsewhere all batches have one size anyway
+        self._pad = _validate.flag("pad", pad) and sampled
         self.smallest: int | None = None
         """The smallest limit that any part had so far; None where there was none."""
         self.micro_batch = micro_batch
@@ -410,6 +411,10 @@ class Sampler:
     ) -> Iterator[tuple[Part, Any]]:
         """Micro-batches with their places, from step `first` up to `last`, or without end."""
         self.check(source, groups)
+        _validate.count("workers", workers, at_least=0)
+        _validate.flag("pin_memory", pin_memory)
+        if collate is not None and not callable(collate):
+            raise InputError("a function of a list of examples", name="collate", value=collate)
         parts: deque[Part] = deque()
         buckets = self.buckets
         for batch in source.batches(

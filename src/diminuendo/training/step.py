@@ -28,7 +28,7 @@ from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan
 from diminuendo.spending import PlanSpending, Spending
 from diminuendo.training import guard
-from diminuendo.training.clipping import Clip, Engine, Flat
+from diminuendo.training.clipping import Clip, Engine, Flat, PerLayer
 from diminuendo.training.clipping.certificate import FAILURE
 from diminuendo.training.distributed import Group, RankSpending, for_all_ranks
 from diminuendo.training.groups import Groups
@@ -36,6 +36,7 @@ from diminuendo.training.journal import Journal
 from diminuendo.training.learning_rates import Watch
 from diminuendo.training.mechanism import ExactNoise, FastNoise, Mechanism, NoiseName, NoisySum
 from diminuendo.training.mechanism.device import DeviceSum
+from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
@@ -133,6 +134,8 @@ class PrivateGradients:
         noise: NoiseName = "exact",
         seed: int | None = None,
     ) -> None:
+        guard.check_kind(plan)
+        guard.check_spending(spending)
         guard.check_policy(policy, spending)
         guard.check_seed(seed, spending)
         _validate.choice("noise", noise, ["exact", "fast"])
@@ -244,6 +247,8 @@ class PrivateGradients:
         groups  whose each row is, where several are one person's: a column with an entry for each
                 row. Persons are drawn, and one row of each; the plan's examples are persons
         """
+        if torch.is_inference_mode_enabled():
+            raise UsageError("A step needs gradients: leave torch.inference_mode() first.")
         source = Source(dataset, precision_of(self.model))
         persons = Groups.of(groups)
         guard.check_unit(self.spending, persons is not None)
@@ -410,12 +415,14 @@ class PrivateGradients:
         )
         event = self._next or self._next_event()
         self._next = None
+        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
+        std = event.noise_multiplier * sensitivity * _louder(1 - share)
+        if self._certified:
+            Grid.of(std)  # raises where no grid is fine or wide enough
         self.spending.request(event)
         if self.policy is None:
             self.released = ()  # memory that the backward pass may need
-        sensitivity = clip.sensitivity * self.engine.sensitivity_factor(self._certified)
         self._number = self._kept_for_a_number(event, share)
-        std = event.noise_multiplier * sensitivity * _louder(1 - share)
         return _Paid(event, clip, sensitivity, std)
 
     def _clip_of(self, step: int) -> Clip:
@@ -424,6 +431,8 @@ class PrivateGradients:
         guard.check_clip(clip, "what clip(t) gives")
         if self._certified and self.engine.parameters[0].is_cuda:
             guard.check_clip_on_gpu(clip)
+        if isinstance(clip, PerLayer):
+            clip.check(len(self.engine.layers))
         return clip
 
     def _release(self, total: NoisySum | DeviceSum) -> None:

@@ -15,6 +15,7 @@ from diminuendo.errors import InputError
 from diminuendo.replicas.fingerprint import fingerprint
 from diminuendo.replicas.initial import initialise
 from diminuendo.replicas.replica import Model
+from diminuendo.training.compute import check_device
 from diminuendo.tuning import joint
 from diminuendo.tuning.auxiliary import Labelled, Shape
 from diminuendo.tuning.auxiliary_tuning import tune_families
@@ -87,6 +88,17 @@ def tune(
     Returns a `TuningResult`: `fit(tuned.best.model(), data, tuned.best, loss=…)` trains by it,
     `tuned.ablations` says what each choice gives.
     """
+    if not isinstance(shape, Shape):
+        raise InputError(
+            "a Shape",
+            name="shape",
+            value=shape,
+            remedy="Shape(examples=…, features=…, classes=…, largest_norm=…).",
+        )
+    if space is not None and not isinstance(space, Space):
+        raise InputError("a Space", name="space", value=space)
+    check_device(device)
+    _validate.flag("progress", progress)
     if models is not None and model is not None:
         raise InputError("left out where models are given", name="model", value=model)
     if families:
@@ -104,7 +116,7 @@ def tune(
             model=model,
             auxiliary="teacher" if auxiliary is None else auxiliary,  # type: ignore[arg-type]
             held_out=held_out,
-            minimise=minimise or "train-loss",
+            minimise="train-loss" if minimise is None else minimise,
             repeats=repeats,
             seed=seed,
             device=device,
@@ -115,7 +127,8 @@ def tune(
     _validate.count("repeats", repeats)
     _validate.count("rounds", rounds, at_least=0)
     _validate.count("seed", seed, at_least=0)
-    objective: Objective = _validate.choice("minimise", minimise or "test-error", OBJECTIVES)  # type: ignore[assignment]
+    minimise = "test-error" if minimise is None else minimise
+    objective: Objective = _validate.choice("minimise", minimise, OBJECTIVES)  # type: ignore[assignment]
     chosen_from = named_models(
         (MODELS if model is None else [model]) if models is None else models,
         shape.features,

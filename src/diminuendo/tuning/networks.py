@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,8 +96,9 @@ Models = Sequence[str | int | Model] | Mapping[str, str | int | Model]
 def named_models(models: Models, features: int, classes: int) -> dict[str, Model]:
     """Each model by its name: "linear", "hidden 32", "ordered linear", or for one's own the key or
     the function's."""
-    given = models if isinstance(models, Mapping) else dict(enumerate(models))
-    if isinstance(models, str) or not given:
+    listed = isinstance(models, Iterable) and not isinstance(models, (str, bytes))
+    given = models if isinstance(models, Mapping) else dict(enumerate(models if listed else ()))
+    if not given:
         raise InputError(
             'a list such as ["linear", 32, 128]', name="models", value=models, remedy=_REMEDY
         )

@@ -27,12 +27,13 @@ import torch
 from torch import nn
 
 from diminuendo import _validate
-from diminuendo.budget import SENSITIVITY, Budget, Relation, as_budget, delta_of
+from diminuendo.budget import SENSITIVITY, Budget, Relation, as_budget, check_delta, delta_of
 from diminuendo.errors import InputError
 from diminuendo.planning import Plan
 from diminuendo.replicas.batch import cross_entropy
 from diminuendo.replicas.checks import checked_pair
 from diminuendo.replicas.replica import Model
+from diminuendo.training.compute import check_device
 from diminuendo.tuning.auxiliary import Labelled
 from diminuendo.tuning.private_tuning import noisy_correct, train_privately
 from diminuendo.tuning.space import (
@@ -70,7 +71,7 @@ def epsilon_of_best(
     From Rényi divergences by the conversion of Canonne, Kamath and Steinke (2020), best order.
     """
     R, mean_trials = _validate.positive("R", R), _validate.positive("mean_trials", mean_trials)
-    delta = _validate.real("delta", delta, above=0, below=1)
+    delta = check_delta(delta)
     epsilon = min(
         divergence_of_best(order, R, mean_trials, relation)
         + math.log1p(-1 / order)
@@ -139,6 +140,7 @@ def select_on_private(
     budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     mean_trials = _validate.real("mean_trials", mean_trials, above=0, at_most=10_000)
+    check_device(device)
     each = share(budget, mean_trials)
     noise = 1 / math.sqrt(SCORE_SHARE * each)
     part = Budget.from_R(

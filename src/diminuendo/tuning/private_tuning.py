@@ -35,6 +35,7 @@ from diminuendo.replicas.batch import cross_entropy
 from diminuendo.replicas.checks import checked_pair
 from diminuendo.replicas.fingerprint import fingerprint
 from diminuendo.replicas.replica import Model
+from diminuendo.training.compute import check_device
 from diminuendo.training.loop import fit
 from diminuendo.training.mechanism import ExactNoise
 from diminuendo.training.mechanism.keys import Keys
@@ -114,6 +115,7 @@ def tune_on_private(
     """
     trials = _validate.count("trials", trials)
     patience = _validate.real("patience", patience, at_least=0)
+    check_device(device)
     budget, space = as_budget(budget), as_printed(space)
     check_private_family(family, space)
     noise = math.sqrt(trials / (SCORE_SHARE * budget.R)) if score_noise is None else score_noise

@@ -71,6 +71,13 @@ def _kinds(auxiliary: Auxiliary) -> tuple[str, ...] | None:
         return MIXED
     if isinstance(auxiliary, str):
         auxiliary = (auxiliary,)
+    if not isinstance(auxiliary, Sequence):
+        raise InputError(
+            "data, or kinds of labels",
+            name="auxiliary",
+            value=type(auxiliary),
+            remedy="Public data are a pair (x, y) of tensors, or a list of such pairs.",
+        )
     if len(auxiliary) == 0 or not any(isinstance(one, str) for one in auxiliary):
         if len(auxiliary) == 0:
             raise InputError("data, or kinds of labels", name="auxiliary", value=auxiliary)

@@ -12,7 +12,10 @@ import pytest
 import torch
 from naive import batch_loss, close, compare, per_example, reference
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from diminuendo.training.clipping import Engine, EngineError, Flat, MixedExamples
@@ -390,10 +393,79 @@ class Bags(Model):
         return torch.cat([x[..., :4], self.projected(x)[0]], -1)
 
 
+class Replaced(Model):
+    """Layers that are called with other weights than their parameters, made of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.convolve = nn.Conv1d(6, 6, 3, padding=1)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = functional_call(self.inner, {"weight": self.inner.weight.tanh()}, (x,))
+        x = functional_call(self.norm, {"bias": self.inner.bias * 2}, (x,))
+        made = {"out_proj.weight": self.attend.out_proj.weight.t()}
+        x = functional_call(self.attend, made, (x, x, x))[0]
+        kernel = self.convolve.weight
+        made = {"weight": kernel - kernel.mean((1, 2), keepdim=True)}
+        return functional_call(self.convolve, made, (x.mT,)).mT
+
+
+class Pruned(Model):
+    """Layers whose weights are made anew before each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.words = nn.Linear(6, 6), nn.Embedding(5, 6)
+        self.recurrent = nn.GRU(6, 3, batch_first=True, bidirectional=True)
+        self.normed = nn.LSTM(6, 6, batch_first=True)
+        for module, name in (
+            (self.inner, "weight"),
+            (self.inner, "bias"),
+            (self.words, "weight"),
+            (self.recurrent, "weight_ih_l0"),
+        ):
+            prune.l1_unstructured(module, name, 3)
+        weight_norm(self.normed, "weight_hh_l0")
+
+    def body(self, x: Tensor) -> Tensor:
+        words = self.words((x[:, :, 0] * 3).long().remainder(5))
+        return self.normed(self.recurrent(self.inner(x) + words)[0])[0]
+
+
+class Waves(Model):
+    """Complex numbers: products, a function that PyTorch repeats, learned turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.rand(4, 4))
+        self.kernel, self.turn = nn.Parameter(torch.randn(4, 3, 2)), nn.Parameter(torch.rand(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x, dim=1).mT @ torch.complex(self.real, self.imaginary)
+        waves = torch.einsum("ndw,wk->ndk", waves, torch.view_as_complex(self.kernel))
+        waves = waves * torch.polar(torch.ones(3), self.turn)
+        return torch.fft.irfft(waves, n=7).mT
+
+
+class Sparse(Model):
+    """Gradients that PyTorch keeps sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 6, mode="sum", sparse=True)
+        self.positions = nn.Embedding(9, 6, sparse=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        index = (x[:, :, 0] * 3).long().remainder(5)
+        return x + self.bag(index)[:, None] + self.positions(torch.arange(7)).tanh()
+
+
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
     WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
-    OneByOne, Lengths, Padded, ConstantValues, Bags,
+    OneByOne, Lengths, Padded, ConstantValues, Bags, Replaced, Pruned, Waves, Sparse,
 ]  # fmt: skip
 
 
@@ -424,12 +496,30 @@ def test_exact_whatever_the_batch_size(kind: type[Model], examples: int) -> None
         close(actual, expected, 1e-10, name, floor)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [kind for kind in HEALTHY if kind not in (Lengths, Padded)])
+def test_an_example_that_is_not_finite_adds_nothing_and_reaches_no_other(
+    kind: type[Model], value: float
+) -> None:
+    model, x = kind(), torch.randn(5, 7, 2)
+    others = torch.tensor([0, 2, 3, 4])
+    spoilt = x.clone()
+    spoilt[1, :, 1] = value
+    with Engine(model) as engine:
+        expected = engine.clipped_sum(logits(model, (x[others],)), Flat(0.5))
+        result = engine.clipped_sum(logits(model, (spoilt,)), Flat(0.5))
+    assert result.nonfinite == 1
+    for name, actual, total in zip(engine.names, result.sums, expected.sums, strict=True):
+        close(actual, total, 1e-10, name, 1e-3)
+
+
 def per_example_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
     rows = []
     for i in range(len(x)):
         model.zero_grad()
         logits(model, (x[i : i + 1],)).sum().backward()
-        rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        rows.append([grad.to_dense() for grad in grads])
         model.zero_grad()
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diminuendo import _extras, accounting
-from diminuendo.accounting.account import check_delta
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, check_delta
 from diminuendo.errors import InputError, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from diminuendo import accounting
-from diminuendo.accounting.account import check_delta
-from diminuendo.budget import Budget
+from diminuendo.budget import Budget, check_delta
 from diminuendo.errors import InputError
 from diminuendo.events import GaussianStep
 from diminuendo.planning import Plan

@@ -81,8 +81,9 @@ class Backward:
     def _refuse_direct_use(self, name: str, recorded: bool) -> None:
         if not recorded:
             raise EngineError(
-                "the forward pass was not recorded: run model(x) after Engine(model), and each "
-                "forward pass needs its own clipped_sum"
+                "the forward pass was not recorded: run model(x) after Engine(model), outside of "
+                "torch.func's transformations, and use parameters by PyTorch's own operations, not "
+                "by a torch.autograd.Function; each forward pass needs its own clipped_sum"
             )
         raise EngineError(
             f"parameter '{name}' reaches the loss outside the model's forward (for example as a "

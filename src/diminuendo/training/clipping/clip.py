@@ -155,16 +155,20 @@ class PerLayer:
         """Whether groups of parameters are clipped on their own."""
         return True
 
+    def check(self, layers: int) -> None:
+        """Raise unless there is a bound for each of so many layers."""
+        if not isinstance(self.bounds, (int, float)) and len(self.bounds) != layers:
+            raise EngineError(
+                f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "
+                "bound for each entry of Engine.layers, or a single number for the total"
+            )
+
     def factors(self, norms: Tensor) -> Tensor:
         """Factors for norms of shape ``(layers, N)``."""
         layers = norms.shape[0]
         if isinstance(self.bounds, (int, float)):
             return _over(self.bounds / math.sqrt(layers), norms).clamp_(max=1.0)
-        if len(self.bounds) != layers:
-            raise EngineError(
-                f"PerLayer: {len(self.bounds)} bounds were given for {layers} layers; give one "
-                "bound for each entry of Engine.layers, or a single number for the total"
-            )
+        self.check(layers)
         column = _column(tuple(self.bounds), norms.dtype, norms.device)
         return (column / norms).clamp_(max=1.0)
 

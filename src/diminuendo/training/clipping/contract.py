@@ -51,8 +51,8 @@ _WIDE = 1 << 12
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """Half-precision tensors as float32; float32 and float64 as they are."""
-    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
+    """Half-precision tensors as float32; float32, float64 and complex ones as they are."""
+    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64 or tensor.is_complex():
         return tensor
     return tensor.float()
 

@@ -100,10 +100,13 @@ class Engine:
         if eval_mode not in ("ignore", "warn", "raise"):
             raise EngineError(f"eval_mode must be 'ignore', 'warn' or 'raise', got {eval_mode!r}")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(model, nn.Module):
+            raise EngineError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
         self.model = model
         self.eval_mode, self.probing, self.static = eval_mode, probing, static
         self._tape = Tape()
         self._probed: weakref.ref[Tensor] | None = None
+        self._summed: weakref.ref[Tensor] | None = None
         self._uses: Counter[Hashable] = Counter()
         self._installed: list[tuple[nn.Module, Any]] = []
         self._summation = Summation()
@@ -312,6 +315,7 @@ class Engine:
             dtype = None if allowance is None else torch.float64
             empty = self.zeros(dtype) if accumulate is None else made(accumulate)
             return ClippedSum(empty, losses.detach().double())
+        self._summed = weakref.ref(losses)
         collected = Norms(self._slot, losses.shape[0], self._root)
         self._backward.run(losses, collected.arrive)
         groups = [Group() for _ in self.layers] if clip.per_layer else [Group()]
@@ -396,6 +400,11 @@ class Engine:
                 f"losses must hold one loss per example, shape (N,), got {shape}; use "
                 "reduction='none' and, where an example has several terms, sum or average them "
                 "within the example, not over the batch"
+            )
+        if self._summed is not None and self._summed() is losses:
+            raise EngineError(
+                "these losses were summed before, and their graph is gone: run the model again, "
+                "once for each sum"
             )
         if not self._installed:
             raise EngineError("the engine was closed; attach a new Engine(model)")

@@ -55,6 +55,8 @@ class MetPiece(DirectPiece):
 
     def take(self, target: Tensor, gradients: Tensor) -> None:
         """Take the gradients ``(N, *shape)`` of a tensor made of parameters that it holds."""
+        if gradients.is_sparse:
+            gradients = gradients.to_dense()
         if not isinstance(target, nn.Parameter):
             self.returning.append((self._edges[id(target)], gradients.to(target.dtype)))
             return

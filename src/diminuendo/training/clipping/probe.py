@@ -25,7 +25,14 @@ from diminuendo.training.clipping.errors import MixedExamples
 from diminuendo.training.clipping.tape import Piece
 
 # What two backward passes may differ by relative to a row, by the coarsest precision involved.
-_LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_LOOSE = {
+    torch.float64: 1e-7,
+    torch.complex128: 1e-7,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}
 # Weights are 2^-e to 2^e; half precision has little room.
 _EXPONENT = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 6, torch.float16: 3}
 

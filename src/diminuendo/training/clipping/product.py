@@ -114,6 +114,7 @@ class MatrixPiece(Placed, MetPiece):
             return False
         u = upcast(self.placed(grad)).flatten(1, -2)
         v = upcast(self.rows.grouped(self.inputs)).flatten(1, -2)
+        v = v.conj()
         self.take(self.target, torch.bmm(v.mT, u) if self.flipped else torch.bmm(u.mT, v))
         return True
 

@@ -76,7 +76,7 @@ class OperationPiece(MetPiece):
         device, enabled, dtype = self.autocast
         with torch.autocast(device, dtype, enabled):
             result = self.func(*args, **kwargs)
-        return [out for out in tensors(result, 2) if out.is_floating_point()]
+        return [out for out in tensors(result, 2) if _differentiable(out)]
 
     def by_example(self, position: int, grad: Tensor) -> Tensor:
         return self.outs[position][1].grouped(grad).flatten(1)
@@ -154,7 +154,6 @@ class OperationPiece(MetPiece):
         outputs of all other examples set to zero."""
         leaves = [part.requires_grad_() for part in made]
         outs = self._call(leaves, {k: self.leaves[k] for k in self.rows})
-        chosen = [outs[k] for k in wanted]
         for k in wanted:
             seen, version = self.seen[k]
             if not _repeats(outs[k], seen, seen._version != version):
@@ -167,29 +166,60 @@ class OperationPiece(MetPiece):
             scattered(weight, self.outs[k][1], self.outs[k][1].dim)
             for k, weight in zip(wanted, weights, strict=True)
         ]
-        each = []
-        for i in range(self.examples):
-            grads = torch.autograd.grad(
-                chosen,
-                leaves,
-                [part[i].to(out.dtype) for part, out in zip(parts, chosen, strict=True)],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            each.append(
-                [
-                    torch.zeros_like(p) if g is None else g
-                    for g, p in zip(grads, leaves, strict=True)
-                ]
-            )
+        each = [self._pulled(outs, leaves, wanted, parts, i) for i in range(self.examples)]
+        if not all(bool(grad.isfinite().all()) for grads in each for grad in grads):
+            # Zero times infinity: numbers of one example that are not finite reach all the others.
+            each = []
+            for i in range(self.examples):
+                alone = {k: _of_one(self.leaves[k], rows, i) for k, rows in self.rows.items()}
+                outs = self._call(leaves, alone)
+                each.append(self._pulled(outs, leaves, wanted, parts, i))
         return [torch.stack(column) for column in zip(*each, strict=True)]
+
+    def _pulled(
+        self,
+        outs: list[Tensor],
+        leaves: list[Tensor],
+        wanted: list[int],
+        parts: list[Tensor],
+        example: int,
+    ) -> list[Tensor]:
+        """The gradients that the outputs of one example give."""
+        grads = torch.autograd.grad(
+            [outs[k] for k in wanted],
+            leaves,
+            [part[example].to(outs[k].dtype) for k, part in zip(wanted, parts, strict=True)],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return [
+            torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad
+            for grad, leaf in zip(grads, leaves, strict=True)
+        ]
+
+
+def _of_one(leaf: Tensor, rows: Rows, example: int) -> Tensor:
+    """The tensor with this example's rows in the places of all others."""
+    if not rows.fits(leaf):
+        return leaf
+    size = leaf.shape[rows.dim]
+    own = (rows.owners(size).to(leaf.device) == example).nonzero().squeeze(1)
+    if not len(own):
+        return torch.zeros_like(leaf)
+    places = own[torch.arange(size, device=leaf.device) % len(own)]
+    places[own] = own
+    return leaf.index_select(rows.dim, places)
+
+
+def _differentiable(out: Any) -> bool:
+    return isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex())
 
 
 def _repeats(out: Tensor, seen: Tensor, changed: bool) -> bool:
     """Whether ``out`` is what was seen, as far as that was not written over since."""
     if out.shape != seen.shape or changed:
         return out.shape == seen.shape
-    loose = 1e-4 if out.dtype in (torch.float32, torch.float64) else 5e-2
+    loose = 5e-2 if out.dtype in (torch.float16, torch.bfloat16) else 1e-4
     return torch.allclose(out, seen.to(out.dtype), loose, loose, True)
 
 
@@ -222,10 +252,10 @@ def replayed(
     args, kwargs = pytree.tree_unflatten(fixed, spec)
     result = func(*args, **kwargs)
     parts, form = pytree.tree_flatten(result)
-    several = sum(isinstance(out, Tensor) and out.is_floating_point() for out in parts) > 1
+    several = sum(_differentiable(out) for out in parts) > 1
     watched: list[Tensor] = []
     for k, out in enumerate(parts):
-        if isinstance(out, Tensor) and out.is_floating_point():
+        if _differentiable(out):
             place = follow(op.rule, args, kwargs, source, rows, out, len(watched))
             piece.outs.append((out.shape, place))
             out = watch.tape.attach(out)

@@ -338,7 +338,9 @@ def _refuse_outside(piece: Piece) -> None:
         f"a backward pass reached {place(piece.path)} outside the engine; instead of "
         "loss.backward() hand one loss per example to private.backward(losses), "
         "engine.clipped_sum(losses, clip) or the Opacus adapter's optimizer.backward(losses); or "
-        "run the forward pass within engine.frozen() if another model learns from this loss"
+        "run the forward pass within engine.frozen() if another model learns from this loss. A "
+        "gradient that the model itself takes in its forward pass (torch.autograd.grad) cannot be "
+        "followed"
     )
 
 

@@ -56,7 +56,7 @@ class Watch(TorchFunctionMode):
                 continue
             if leaf.shape[0] == examples:
                 setattr(leaf, TAG, Rows(examples))
-            elif leaf.is_floating_point():
+            elif leaf.is_floating_point() or leaf.is_complex():
                 setattr(leaf, TAG, Pieces(examples))
 
     def rows_of(self, leaf: Tensor) -> Rows | None:
@@ -388,12 +388,21 @@ class Root:
 
 
 def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callable[..., Any]:
-    """The engine's ``forward`` of a layer where row i of its input is example i; elsewhere the
-    layer's own, whose operations are then watched."""
+    """The engine's ``forward`` of a layer where row i of its input is example i and its weights are
+    parameters of the model; elsewhere the layer's own, whose operations are then watched."""
     original: Callable[..., Any] = type(module).forward
     several = isinstance(module, nn.MultiheadAttention)
     recurrent = isinstance(module, nn.RNNBase)
     axis = int(not getattr(module, "batch_first", True))
+    weights = [(part, name) for part in module.modules() for name in _weights_of(part)]
+
+    def computed() -> bool:
+        """Whether a weight is no parameter now: pruned, or replaced by ``functional_call``."""
+        held = (getattr(part, name, None) for part, name in weights)
+        return any(
+            isinstance(weight, Tensor) and id(weight) not in tape.names and weight.requires_grad
+            for weight in held
+        )
 
     def known(watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         inputs = _leaves(args, kwargs)
@@ -406,6 +415,10 @@ def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callab
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         watch = tape.watcher
+        if self is module and tape.recording() and computed():
+            if watch is not None:
+                watch.busy = True
+            return original(self, *args, **kwargs)
         packed = recurrent and args and not isinstance(args[0], Tensor)
         if watch is None or self is not module or packed:
             return forward(self, *args, **kwargs)
@@ -427,3 +440,14 @@ def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callab
         return original(self, *args, **kwargs)
 
     return call
+
+
+def _weights_of(part: nn.Module) -> set[str]:
+    """The attributes that a layer may read its weights from."""
+    named = {
+        *part._parameters,
+        *getattr(part, "parametrizations", ()),
+        *getattr(part, "_flat_weights_names", ()),
+    }
+    pruned = {name.removesuffix("_orig") for name in named}  # what pruning makes of the original
+    return pruned | {"weight", "bias"}
