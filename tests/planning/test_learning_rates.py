@@ -86,6 +86,15 @@ def test_momentum_and_learning_rates() -> None:
     assert any("of a quadratic" in sentence for sentence in plan.assumptions)
 
 
+def test_kappa_and_gamma_say_the_same_of_momentum_with_learning_rates() -> None:
+    """In units of 1/M; the theorem's far shorter step is for the bound without learning rates."""
+    lr = influence.cosine(40)
+    by_kappa = dim.plan(BUDGET, **LARGE, kappa=20, momentum=0.9, lr=lr)
+    by_gamma = dim.plan(BUDGET, **LARGE, gamma=0.95, momentum=0.9, lr=lr)
+    np.testing.assert_allclose(by_kappa.sigmas, by_gamma.sigmas, rtol=1e-9)
+    assert by_kappa.erub == pytest.approx(by_gamma.erub, rel=1e-9)
+
+
 def test_subsampled_plans_take_learning_rates() -> None:
     budget = dim.Budget(epsilon=2, delta=1e-5)
     lr = influence.linear(20, end=0.1)
@@ -236,6 +245,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kappa": 20, "lr": [1, math.nan]}, r"lr\[1\]"),
     ({"kappa": 20, "lr": [1, 2.5]}, r"lr\[1\].*at most 2.*got 2.5"),
     ({"spectrum": [4.0, 1.0], "lr": [0.1, 0.6]}, r"lr\[1\].*at most 0.5.*got 0.6"),
+    ({"kappa": 20, "momentum": 0.9, "lr": [1, 2.5]}, r"lr\[1\].*at most 2.*got 2.5"),
     ({"kappa": 20, "lr": "fast", "steps": 3}, "lr"),
     ({"kappa": 20, "lr": [1, 1], "step_size": 0.5}, "step_size"),
     ({"influence": [1, 2], "lr": [1, 1]}, "influence curve"),
