@@ -156,6 +156,20 @@ def test_both_together_beat_either_alone() -> None:
     assert joint < 0.92 * alone
 
 
+@pytest.mark.parametrize(
+    ("alpha", "lr"),
+    [
+        (1e-3, [37.792, 1, 0.542, 0.408, 0.351]),
+        (1e-4, [48.481, 1, 0.628]),
+        (1e-5, [49.84, 1, 0.512, 0.353, 0.277, 0.233, 0.207, 0.188, 0.176, 0.167]),
+    ],
+)
+def test_a_long_step_and_short_ones_after_it_are_found(alpha: float, lr: list[float]) -> None:
+    """Where steps may be longer than stable; from gentler starts 0.1% to 1% more was left."""
+    one = problem(CLUSTERS, alpha, limit=1e3)
+    assert one.loss(one.solve(len(lr))) <= one.loss(np.array(lr)) * (1 + 1e-4)
+
+
 def test_sampling_noise_asks_for_falling_steps() -> None:
     quiet = dim.plan((2, 1e-5), examples=2000, parameters=10**6, kappa=20, steps=60, lr="joint")
     options: dict[str, Any] = {"examples": 2000, "parameters": 20, "clip": 10, "gap": 0.1}

@@ -99,8 +99,10 @@ class JointProblem:
         """The best constant learning rate, and the best of those that change with the steps left.
 
         Few steps that may be long have many local minima, and the last digits of a sum decide in
-        which one a search ends; so they start from several shapes, rising ones too. Long runs
-        start from the better of two: there all schedules are nearly equal.
+        which one a search ends; so they start from several shapes, rising ones too, and where
+        steps may be longer than stable from one that ends a slow direction at once, before short
+        ones undo what it did to the others. Long runs start from the better of two: there all
+        schedules are nearly equal.
         """
         left = np.cumsum(sizes[::-1])[::-1] - sizes / 2
         bends = np.array([0.0, 10, 1, 3, 30] if sizes.size <= _FEW else [0.0, 10])
@@ -108,6 +110,10 @@ class JointProblem:
         if sizes.size <= _FEW:
             shapes += [shape[::-1] for shape in shapes[1:]]
         starts = [self._best_multiple(shape, sizes) for shape in shapes]
+        if sizes.size <= _FEW and self.limit > 2 and self.curvatures is not None:
+            moving = self.curvatures[self.curvatures > 0]
+            after = 1 / np.arange(1.0, sizes.size)
+            starts += [np.append(1 / slow, after) for slow in (moving.min(), np.median(moving))]
         if sizes.max() == 1:
             return starts
         return [min(starts, key=lambda start: self._evaluate(start, sizes)[0])]
