@@ -182,10 +182,13 @@ def _block_sizes(steps: int, blocks: int) -> Vector:
 
 
 def _mean_power(log_f: Vector, m: Vector) -> tuple[Vector, Vector]:
-    """(1 + f + … + f^{m−1})/m and its derivative in ln f over itself."""
+    """(1 + f + … + f^{m−1})/m and its derivative in ln f over itself; 1 and 0 for single steps."""
+    mean, bend = np.ones_like(log_f), np.zeros_like(log_f)
+    several = m[:, 0] > 1
+    log_f, m = log_f[several], m[several]
     small = np.abs(m * log_f) < 1e-4
     safe = np.where(small, -1.0, log_f)
     over, one = np.expm1(m * safe), np.expm1(safe)
-    mean = np.where(small, 1 + 0.5 * (m - 1) * log_f, over / (m * one))
-    bend = m * np.exp(m * safe) / over - np.exp(safe) / one
-    return mean, np.where(m == 1, 0.0, np.where(small, 0.5 * (m - 1), bend))
+    mean[several] = np.where(small, 1 + 0.5 * (m - 1) * log_f, over / (m * one))
+    bend[several] = np.where(small, 0.5 * (m - 1), m - 1 + m / over - 1 / one)
+    return mean, bend
