@@ -244,6 +244,22 @@ def test_gain_says_when_the_schedule_does_not_matter() -> None:
     assert "None to expect".lower() in uniform.summary()
 
 
+@pytest.mark.parametrize("gamma", [0.9, 0.95, 0.98])
+def test_the_gains_error_is_not_the_gain_itself(gamma: float) -> None:
+    """Forgotten half as fast as planned for, planned noise does exactly what uniform noise does: an
+    error that reached so far was the gain, and rounding decided whether the gain was above it.
+    """
+    facts: dict[str, Any] = {"examples": 1000, "parameters": 71010, "clip": 4, "steps": 100}
+    plan = dim.plan(BUDGET, **facts, gamma=gamma)
+    half = np.sqrt(influence.gradient_descent(gamma=gamma, steps=100))
+    uniform = schedules.uniform(100, BUDGET.R)
+    assert np.sum(half * plan.sigmas**2) == pytest.approx(np.sum(half * uniform**2), rel=1e-9)
+    assert plan.gain is not None
+    assert plan.gain_error is not None
+    assert 0.005 < plan.gain_error < 0.9 * plan.gain
+    assert plan.gain_is_negligible is False
+
+
 def test_ten_thousand_steps_and_a_hundred_eigenvalues() -> None:
     one = problem(POWERS, 1e-4)
     lr = one.solve(10_000)
