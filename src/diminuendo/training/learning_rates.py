@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
@@ -43,29 +44,51 @@ class Watch:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], rates: Sequence[float], taken: Callable[[], int | None]
+        self,
+        parameters: Iterable[Tensor],
+        rates: Sequence[float] | None,
+        steps: int,
+        taken: Callable[[], int | None],
     ) -> None:
-        """`taken` says how many steps are over, or None once there is nothing to watch."""
+        """`rates` is None for a constant learning rate; `taken` says how many steps are over, or
+        None once there is nothing to watch.
+        """
         self._own = {id(parameter) for parameter in parameters}
-        self._rates, self._taken = rates, taken
+        self._constant = rates is None
+        self._rates = [1.0] * steps if rates is None else rates
+        self._taken = taken
         self._unit: float | None = None
+        self._over = False
+        while Watch._ended:
+            Watch._ended.pop().remove()
         self._hook = register_optimizer_step_pre_hook(self._look)
 
+    _ended: ClassVar[list[RemovableHandle]] = []
+    """Hooks that found no more to do: within a step PyTorch goes through them all, so that they are
+    removed when the next one is made."""
+
     def stop(self) -> None:
-        """Look no more."""
+        """Look no more. Not to be called within a step of an optimizer."""
+        self._over = True
         self._hook.remove()
 
+    def _end(self) -> None:
+        self._over = True
+        Watch._ended.append(self._hook)
+
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._over:
+            return
         step = self._taken()
         if step is None:
-            self.stop()
+            self._end()
             return
         self.look(optimizer, step)
 
     def look(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Compare the learning rate with which step 1, 2, … is taken."""
         group = self._group(optimizer)
-        if group is None or not 0 < step <= len(self._rates):
+        if self._over or group is None or not 0 < step <= len(self._rates):
             return
         if isinstance(group["lr"], Tensor) and step & (step - 1):
             return  # to read it may be to wait for a GPU: at the 1st, 2nd, 4th, 8th … step only
@@ -75,11 +98,15 @@ class Watch:
             return
         if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
             return
-        self.stop()
+        self._end()
+        made_for = (
+            "a constant one. Plan"
+            if self._constant
+            else "its own learning rates. Let follow_plan(optimizer, plan) set them, or plan"
+        )
         warnings.warn(
             f"The learning rate of step {step} is {used:.6g}, where the plan has "
-            f"{self._unit * planned:.6g}: its noise was made for its own learning rates. Let "
-            "follow_plan(optimizer, plan) set them, or plan for yours with lr=….",
+            f"{self._unit * planned:.6g}: its noise was made for {made_for} for yours with lr=….",
             PlanWarning,
             stacklevel=4,
         )
