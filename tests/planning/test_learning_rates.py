@@ -170,6 +170,13 @@ def test_a_long_step_and_short_ones_after_it_are_found(alpha: float, lr: list[fl
     assert one.loss(one.solve(len(lr))) <= one.loss(np.array(lr)) * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(("steps", "limit"), [(100, 1e3), (1000, 3.0), (1000, 10.0)])
+def test_long_runs_that_may_take_long_steps_do_not_diverge(steps: int, limit: float) -> None:
+    """Losses that overflow are not a start: they were NaN, which is neither above nor below."""
+    stable, longer = (problem(POWERS, 1e-3, limit=longest) for longest in (2.0, limit))
+    assert longer.loss(longer.solve(steps)) <= stable.loss(stable.solve(steps)) * (1 + 1e-3)
+
+
 def test_sampling_noise_asks_for_falling_steps() -> None:
     quiet = dim.plan((2, 1e-5), examples=2000, parameters=10**6, kappa=20, steps=60, lr="joint")
     options: dict[str, Any] = {"examples": 2000, "parameters": 20, "clip": 10, "gap": 0.1}

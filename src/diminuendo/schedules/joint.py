@@ -30,6 +30,8 @@ MOST_BLOCKS = 200
 _LEAST = 1e-7
 _ITERATIONS = 200
 _FEW = 30
+_DIVERGED = 1e300
+"""What a loss counts as that overflows: more than any other, and nowhere to go from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +147,7 @@ class JointProblem:
         factor = np.where(np.abs(factor) < 1e-8, np.copysign(1e-8, factor), factor)
         return 2 * np.log(np.abs(factor)), -2 * self.curvatures / factor
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _evaluate(self, lr: Vector, sizes: Vector) -> tuple[float, Vector]:
         """The loss and its gradient in the blocks' learning rates.
 
@@ -168,6 +171,8 @@ class JointProblem:
         mass = (price * lr**2)[:, None] * reached
         before = np.vstack([np.zeros(log_final.size), np.cumsum(mass, axis=0)[:-1]]) + final
         gradient = 2 * price * q / lr + np.sum(slope * (m * before + bend * mass), axis=1)
+        if not (math.isfinite(loss) and np.isfinite(gradient).all()):
+            return _DIVERGED, np.zeros_like(lr)
         return loss, gradient
 
 
