@@ -195,3 +195,26 @@ def test_longer_steps_than_stable_only_where_asked() -> None:
     with pytest.raises(dim.InputError, match="max_lr"):
         influence.spectrum(SPECTRUM, steps=3, lr=lr)
     assert influence.spectrum(SPECTRUM, steps=3, lr=lr, max_lr=4).size == 3
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.9])
+def test_nesterov_is_stable_for_shorter_steps_only(beta: float) -> None:
+    """Beyond 2(1+β)/(1+2β)/M its steps grow, below they shrink."""
+    edge = 2 * (1 + beta) / (1 + 2 * beta)
+
+    def left(rate: float) -> float:
+        run = influence.response(SPECTRUM, np.full(500, rate), momentum=beta, kind="nesterov")
+        return float(np.abs(run.residual).max())
+
+    assert left(1.03 * edge) > 1 > left(0.97 * edge)
+    run = partial(influence.spectrum, SPECTRUM, steps=500, momentum=beta, kind="nesterov")
+    assert run(lr=0.99 * edge).size == 500
+    with pytest.raises(dim.InputError, match=rf"at most {edge:.6g}.*stable"):
+        run(lr=1.03 * edge)
+    assert run(lr=1.03 * edge, max_lr=2).size == 500
+
+
+def test_a_function_that_takes_nothing_is_no_learning_rate() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(dim.InputError, match="a function of t"):
+        influence.learning_rates(lambda: 1.0, 3)

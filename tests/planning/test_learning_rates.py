@@ -86,6 +86,15 @@ def test_momentum_and_learning_rates() -> None:
     assert any("of a quadratic" in sentence for sentence in plan.assumptions)
 
 
+def test_kappa_and_gamma_say_the_same_of_momentum_with_learning_rates() -> None:
+    """In units of 1/M; the theorem's far shorter step is for the bound without learning rates."""
+    lr = influence.cosine(40)
+    by_kappa = dim.plan(BUDGET, **LARGE, kappa=20, momentum=0.9, lr=lr)
+    by_gamma = dim.plan(BUDGET, **LARGE, gamma=0.95, momentum=0.9, lr=lr)
+    np.testing.assert_allclose(by_kappa.sigmas, by_gamma.sigmas, rtol=1e-9)
+    assert by_kappa.erub == pytest.approx(by_gamma.erub, rel=1e-9)
+
+
 def test_subsampled_plans_take_learning_rates() -> None:
     budget = dim.Budget(epsilon=2, delta=1e-5)
     lr = influence.linear(20, end=0.1)
@@ -145,6 +154,27 @@ def test_both_together_beat_either_alone() -> None:
     joint = long_steps.loss(long_steps.solve(10))
     alone = min(best_constant(long_steps, 10), best_falling(POWERS, 1e-3, 10, 1e3))
     assert joint < 0.92 * alone
+
+
+@pytest.mark.parametrize(
+    ("alpha", "lr"),
+    [
+        (1e-3, [37.792, 1, 0.542, 0.408, 0.351]),
+        (1e-4, [48.481, 1, 0.628]),
+        (1e-5, [49.84, 1, 0.512, 0.353, 0.277, 0.233, 0.207, 0.188, 0.176, 0.167]),
+    ],
+)
+def test_a_long_step_and_short_ones_after_it_are_found(alpha: float, lr: list[float]) -> None:
+    """Where steps may be longer than stable; from gentler starts 0.1% to 1% more was left."""
+    one = problem(CLUSTERS, alpha, limit=1e3)
+    assert one.loss(one.solve(len(lr))) <= one.loss(np.array(lr)) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(("steps", "limit"), [(100, 1e3), (1000, 3.0), (1000, 10.0)])
+def test_long_runs_that_may_take_long_steps_do_not_diverge(steps: int, limit: float) -> None:
+    """Losses that overflow are not a start: they were NaN, which is neither above nor below."""
+    stable, longer = (problem(POWERS, 1e-3, limit=longest) for longest in (2.0, limit))
+    assert longer.loss(longer.solve(steps)) <= stable.loss(stable.solve(steps)) * (1 + 1e-3)
 
 
 def test_sampling_noise_asks_for_falling_steps() -> None:
@@ -221,6 +251,22 @@ def test_gain_says_when_the_schedule_does_not_matter() -> None:
     assert "None to expect".lower() in uniform.summary()
 
 
+@pytest.mark.parametrize("gamma", [0.9, 0.95, 0.98])
+def test_the_gains_error_is_not_the_gain_itself(gamma: float) -> None:
+    """Forgotten half as fast as planned for, planned noise does exactly what uniform noise does: an
+    error that reached so far was the gain, and rounding decided whether the gain was above it.
+    """
+    facts: dict[str, Any] = {"examples": 1000, "parameters": 71010, "clip": 4, "steps": 100}
+    plan = dim.plan(BUDGET, **facts, gamma=gamma)
+    half = np.sqrt(influence.gradient_descent(gamma=gamma, steps=100))
+    uniform = schedules.uniform(100, BUDGET.R)
+    assert np.sum(half * plan.sigmas**2) == pytest.approx(np.sum(half * uniform**2), rel=1e-9)
+    assert plan.gain is not None
+    assert plan.gain_error is not None
+    assert 0.005 < plan.gain_error < 0.9 * plan.gain
+    assert plan.gain_is_negligible is False
+
+
 def test_ten_thousand_steps_and_a_hundred_eigenvalues() -> None:
     one = problem(POWERS, 1e-4)
     lr = one.solve(10_000)
@@ -236,6 +282,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kappa": 20, "lr": [1, math.nan]}, r"lr\[1\]"),
     ({"kappa": 20, "lr": [1, 2.5]}, r"lr\[1\].*at most 2.*got 2.5"),
     ({"spectrum": [4.0, 1.0], "lr": [0.1, 0.6]}, r"lr\[1\].*at most 0.5.*got 0.6"),
+    ({"kappa": 20, "momentum": 0.9, "lr": [1, 2.5]}, r"lr\[1\].*at most 2.*got 2.5"),
     ({"kappa": 20, "lr": "fast", "steps": 3}, "lr"),
     ({"kappa": 20, "lr": [1, 1], "step_size": 0.5}, "step_size"),
     ({"influence": [1, 2], "lr": [1, 1]}, "influence curve"),

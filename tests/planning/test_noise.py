@@ -49,6 +49,18 @@ def test_no_competitor_beats_the_optimal_schedule(
         assert np.sum(q * other**2) >= best * (1 - 5e-4)
 
 
+def test_the_optimal_schedule_where_rare_draws_decide_delta() -> None:
+    """Transforms turn fast with σ there. Interpolated on fixed nodes, 0.44% of noise was left."""
+    steps, rate = 125, 0.003115
+    budget = dim.Budget(epsilon=0.73, delta=1e-9)
+    q = influence.gradient_descent(gamma=0.9824, steps=steps)
+    sigmas = optimal_sigmas(q, budget, rate)
+    assert (np.diff(sigmas) <= 0).all()
+    shape = schedules.shapes.falling("linear", steps, float(sigmas[-1] / sigmas[0]))
+    other = dim.calibrate(shape, budget, rate)
+    assert np.sum(q * other**2) >= np.sum(q * sigmas**2) * (1 - 5e-4)
+
+
 def test_the_marginal_price_is_in_the_logarithm_of_the_transform() -> None:
     """Pricing one more step by ψ − 1 left 1.44% and 1.28% of the noise on the table."""
     for steps, rate, epsilon, gamma, left in [(3, 0.5, 2, 0.3, 0.9856), (5, 0.5, 8, 0.5, 0.9873)]:

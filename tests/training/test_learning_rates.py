@@ -183,6 +183,47 @@ def test_a_loop_of_its_own_is_told_where_it_leaves_the_plan() -> None:
     own_loop(make_plan(gamma=0.95), follow=False)
 
 
+def test_a_loop_of_its_own_is_told_that_falling_noise_is_for_a_constant_rate() -> None:
+    """Noise that falls and a learning rate that falls: the fall is counted twice."""
+
+    def fall(plan: dim.Plan) -> None:
+        model = make_model()
+        private = PrivateGradients(model, plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        scheduler = cosine(optimizer)
+        for x, y in private.batches(LINEAR.data()):
+            private.backward(LOSS(model(x), y))
+            optimizer.step()
+            scheduler.step()
+        private.close()
+
+    with pytest.warns(dim.PlanWarning, match=r"step 2 is .*plan has 0.2: .*constant one. Plan for"):
+        fall(make_plan(gamma=0.95))
+    fall(make_plan(gamma=0.95, schedule="uniform"))
+
+
+def test_a_run_that_is_told_leaves_the_others_alone() -> None:
+    """PyTorch goes through all hooks of a step: to remove one meanwhile raised a RuntimeError."""
+    plan = make_plan(gamma=0.95, lr=influence.linear(STEPS))
+    models = [make_model() for _ in range(3)]
+    runs = [PrivateGradients(model, plan) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def two_steps(which: int) -> None:
+        x, y = LINEAR.data()
+        for _ in range(2):
+            runs[which].backward(LOSS(models[which](x), y))
+            optimizers[which].step()
+
+    for which in (0, 1):
+        with pytest.warns(dim.PlanWarning, match="step 2 is"):
+            two_steps(which)
+    del runs[2]  # nobody closed it
+    torch.optim.SGD(make_model().parameters(), lr=0.1).step()
+    for private in runs:
+        private.close()
+
+
 def test_other_optimizers_and_closed_runs_are_not_watched() -> None:
     model = make_model()
     private = PrivateGradients(model, make_plan(gamma=0.95, lr=influence.linear(STEPS)))

@@ -95,6 +95,11 @@ class Momentum:
     factor: float
     description: str
 
+    @property
+    def plain_rate(self) -> float:
+        """1 − 1/κ: the rate of plain steps of length 1/M, from that of the theorem's own step."""
+        return max(1 - 2 * (1 - self.gamma) / self.factor, 0.0)
+
     def influence(self, steps: int) -> Vector:
         """q_1…q_T at the rate that was stated."""
         return influence.momentum(gamma=self.rate, beta=self.beta, steps=steps)

@@ -69,8 +69,8 @@ def under_learning_rates(
             f"{loss.description} Learning rates are in units of 1/M.",
         )
     if isinstance(loss, Momentum):
-        curvature = np.array([1 - math.sqrt(loss.rate)])
-        rates = learning_rates(lr, steps, limit=_limit(2 / float(curvature[0]), max_lr))
+        curvature = np.array([1 - math.sqrt(loss.plain_rate)])
+        rates = learning_rates(lr, steps, limit=_limit(2.0, max_lr))
         found = response(curvature, rates, momentum=loss.beta)
         return Run(
             rates,
@@ -78,7 +78,7 @@ def under_learning_rates(
             min(float(found.residual[0] ** 2), 1.0),
             f"{loss.description} With learning rates, in units of 1/M, the influence and the bound "
             f"are those of a quadratic on which plain steps of length 1/M converge at the rate "
-            f"{loss.rate:.6g}.",
+            f"{loss.plain_rate:.6g}.",
         )
     assert isinstance(loss, Quadratic)
     largest = float(loss.eigenvalues.max())

@@ -26,6 +26,9 @@ NAMED = ("constant", "linear", "cosine")
 """Shapes that `lr=` takes by name: from 1 in the first step, the last two towards 0."""
 
 
+_TAKEN = "a number, an array, a function of t, or a function from an optimizer to a scheduler"
+
+
 def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) -> Vector:
     """η_1…η_T, nonnegative, finite and not all zero.
 
@@ -97,20 +100,16 @@ def _from_scheduler(factory: Callable[[Any], Any], steps: int) -> Vector:
     """Run the scheduler on a throw-away optimizer. Whoever passes one has imported torch."""
     torch = sys.modules.get("torch")
     if torch is None:
-        raise InputError(
-            "a number, an array, a function of t, or a function from an optimizer to a scheduler",
-            name="lr",
-            value=factory,
-        )
+        raise InputError(_TAKEN, name="lr", value=factory)
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     try:
         scheduler = factory(optimizer)
     except TypeError as error:
         raise InputError(
-            "a function of t, or a function from an optimizer to a scheduler",
+            _TAKEN,
             name="lr",
-            value=getattr(factory, "__name__", factory),
+            value=factory,
             remedy=f"lambda optimizer: StepLR(optimizer, 10), say. ({error})",
         ) from error
     if any(kind.__name__ == "ReduceLROnPlateau" for kind in type(scheduler).__mro__):

@@ -52,7 +52,7 @@ def spectrum(
     weights       turn the mean into a weighted one, for a spectrum stated as a density
     step_size     a constant learning rate in units of 1/M, in (0, 2)
     lr            η_1…η_T in units of 1/λ, in place of step_size (see `learning_rates`); at most
-                  2/M, or max_lr where that is given
+                  2/M, with Nesterov's momentum 2(1+β)/(1+2β)/M, or max_lr where that is given
     momentum      β in (0, 1), with `kind` "average" (bias-corrected), "heavy-ball" or "nesterov"
 
     Returns q_1…q_T, positive, without unit.
@@ -67,9 +67,19 @@ def spectrum(
     _validate.same_length("weights", shares, "eigenvalues", values)
     if lr is None and momentum is None:
         return _constant(values / largest, shares / shares.sum(), steps, size)
-    limit = 2 / largest if max_lr is None else _validate.positive("max_lr", max_lr)
+    limit = _stable(momentum, kind) / largest
+    if max_lr is not None:
+        limit = _validate.positive("max_lr", max_lr)
     rates = learning_rates(size / largest if lr is None else lr, steps, limit=limit)
     return response(values, rates, weights=shares, momentum=momentum, kind=kind).influence
+
+
+def _stable(momentum: float | None, kind: MomentumKind) -> float:
+    """The longest step, in units of 1/M: the others' momentum allows what plain descent does."""
+    if momentum is None or kind != "nesterov":
+        return 2.0
+    beta = _validate.real("momentum", momentum, above=0, below=1, remedy="0.9 is usual.")
+    return 2 * (1 + beta) / (1 + 2 * beta)
 
 
 def response(

@@ -11,8 +11,12 @@ from diminuendo._validate import Vector
 SMALLEST_NOTICED = 0.005
 """Half a percent of the loss: runs that differ in nothing but their random numbers differ by it."""
 
-_MISJUDGED = (0.5, 2.0)
-"""How far the speed of convergence may be from what was stated."""
+_MISJUDGED = (2 / 3, 3 / 2)
+"""How far the speed of convergence may be from what was stated.
+
+Not half: where noise is forgotten half as fast as it was planned for at a constant learning rate,
+it does exactly what uniform noise does, so that no gain would ever be above its error.
+"""
 
 
 class Gain(NamedTuple):
@@ -51,7 +55,8 @@ def expected_gain(
     lr                  η_1…η_T, where they are not all the same
 
     The error is the larger of half a percent and what is lost of the gain if the run forgets noise
-    half or twice as fast as was planned for: if q_t/η_t² is its square root or its square.
+    at two thirds or at one and a half times the speed that was planned for: if q_t/η_t² is itself
+    to that power.
     """
 
     def gain(speed: float) -> float:

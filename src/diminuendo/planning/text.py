@@ -126,7 +126,8 @@ def gain_sentence(plan: Plan) -> str:
     if plan.gain_error > SMALLEST_NOTICED:
         return (
             f"Not certain: {percent(plan.gain)} of {whose}, and as much would be lost again if the "
-            "run converges half or twice as fast as planned for. Uniform noise may do as well."
+            "run converges at two thirds or one and a half times the planned speed. Uniform noise "
+            "may do as well."
         )
     if plan.gain <= 0 or plan.noise_ratio >= 1:
         return "None to expect: uniform noise does as well."

@@ -30,6 +30,8 @@ MOST_BLOCKS = 200
 _LEAST = 1e-7
 _ITERATIONS = 200
 _FEW = 30
+_DIVERGED = 1e300
+"""What a loss counts as that overflows: more than any other, and nowhere to go from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +101,10 @@ class JointProblem:
         """The best constant learning rate, and the best of those that change with the steps left.
 
         Few steps that may be long have many local minima, and the last digits of a sum decide in
-        which one a search ends; so they start from several shapes, rising ones too. Long runs
-        start from the better of two: there all schedules are nearly equal.
+        which one a search ends; so they start from several shapes, rising ones too, and where
+        steps may be longer than stable from one that ends a slow direction at once, before short
+        ones undo what it did to the others. Long runs start from the better of two: there all
+        schedules are nearly equal.
         """
         left = np.cumsum(sizes[::-1])[::-1] - sizes / 2
         bends = np.array([0.0, 10, 1, 3, 30] if sizes.size <= _FEW else [0.0, 10])
@@ -108,6 +112,10 @@ class JointProblem:
         if sizes.size <= _FEW:
             shapes += [shape[::-1] for shape in shapes[1:]]
         starts = [self._best_multiple(shape, sizes) for shape in shapes]
+        if sizes.size <= _FEW and self.limit > 2 and self.curvatures is not None:
+            moving = self.curvatures[self.curvatures > 0]
+            after = 1 / np.arange(1.0, sizes.size)
+            starts += [np.append(1 / slow, after) for slow in (moving.min(), np.median(moving))]
         if sizes.max() == 1:
             return starts
         return [min(starts, key=lambda start: self._evaluate(start, sizes)[0])]
@@ -139,6 +147,7 @@ class JointProblem:
         factor = np.where(np.abs(factor) < 1e-8, np.copysign(1e-8, factor), factor)
         return 2 * np.log(np.abs(factor)), -2 * self.curvatures / factor
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _evaluate(self, lr: Vector, sizes: Vector) -> tuple[float, Vector]:
         """The loss and its gradient in the blocks' learning rates.
 
@@ -162,6 +171,8 @@ class JointProblem:
         mass = (price * lr**2)[:, None] * reached
         before = np.vstack([np.zeros(log_final.size), np.cumsum(mass, axis=0)[:-1]]) + final
         gradient = 2 * price * q / lr + np.sum(slope * (m * before + bend * mass), axis=1)
+        if not (math.isfinite(loss) and np.isfinite(gradient).all()):
+            return _DIVERGED, np.zeros_like(lr)
         return loss, gradient
 
 
@@ -176,10 +187,13 @@ def _block_sizes(steps: int, blocks: int) -> Vector:
 
 
 def _mean_power(log_f: Vector, m: Vector) -> tuple[Vector, Vector]:
-    """(1 + f + … + f^{m−1})/m and its derivative in ln f over itself."""
+    """(1 + f + … + f^{m−1})/m and its derivative in ln f over itself; 1 and 0 for single steps."""
+    mean, bend = np.ones_like(log_f), np.zeros_like(log_f)
+    several = m[:, 0] > 1
+    log_f, m = log_f[several], m[several]
     small = np.abs(m * log_f) < 1e-4
     safe = np.where(small, -1.0, log_f)
     over, one = np.expm1(m * safe), np.expm1(safe)
-    mean = np.where(small, 1 + 0.5 * (m - 1) * log_f, over / (m * one))
-    bend = m * np.exp(m * safe) / over - np.exp(safe) / one
-    return mean, np.where(m == 1, 0.0, np.where(small, 0.5 * (m - 1), bend))
+    mean[several] = np.where(small, 1 + 0.5 * (m - 1) * log_f, over / (m * one))
+    bend[several] = np.where(small, 0.5 * (m - 1), m - 1 + m / over - 1 / one)
+    return mean, bend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -21,11 +21,6 @@ from diminuendo.training.guard import check_kind, check_scheduler
 from diminuendo.training.plateau import OnPlateau
 
 _CLOSE = 1e-4
-
-
-_DONE: list[RemovableHandle] = []
-"""Hooks that look no more. PyTorch walks through its hooks while it calls one, so that none can be
-removed from within: the next watch does it."""
 
 
 class PlannedRates(LambdaLR):
@@ -50,32 +45,47 @@ class Watch:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], rates: Sequence[float], taken: Callable[[], int | None]
+        self,
+        parameters: Iterable[Tensor],
+        rates: Sequence[float] | None,
+        steps: int,
+        taken: Callable[[], int | None],
     ) -> None:
-        """`taken` says how many steps are over, or None once there is nothing to watch."""
+        """`rates` is None for a constant learning rate; `taken` says how many steps are over, or
+        None once there is nothing to watch.
+        """
         self._own = {id(parameter) for parameter in parameters}
-        self._rates, self._taken = rates, taken
+        self._constant = rates is None
+        self._rates = [1.0] * steps if rates is None else rates
+        self._taken = taken
         self._unit: float | None = None
         self._over = False
-        while _DONE:
-            _DONE.pop().remove()
+        while Watch._ended:
+            Watch._ended.pop().remove()
         self._hook = register_optimizer_step_pre_hook(self._look)
 
-    def stop(self) -> None:
-        """Look no more."""
-        self._hook.remove()
+    _ended: ClassVar[list[RemovableHandle]] = []
+    """Hooks that found no more to do: within a step PyTorch goes through them all, so that they are
+    removed when the next one is made."""
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        step = self._taken()
-        if step is None:
-            self._end()
-        else:
-            self.look(optimizer, step)
+    def stop(self) -> None:
+        """Look no more. Not to be called within a step of an optimizer."""
+        self._over = True
+        self._hook.remove()
 
     def _end(self) -> None:
         if not self._over:
             self._over = True
-            _DONE.append(self._hook)
+            Watch._ended.append(self._hook)
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._over:
+            return
+        step = self._taken()
+        if step is None:
+            self._end()
+            return
+        self.look(optimizer, step)
 
     def look(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Compare the learning rate with which step 1, 2, … is taken."""
@@ -91,10 +101,14 @@ class Watch:
         if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
             return
         self._end()
+        made_for = (
+            "a constant one. Plan"
+            if self._constant
+            else "its own learning rates. Let follow_plan(optimizer, plan) set them, or plan"
+        )
         warnings.warn(
             f"The learning rate of step {step} is {used:.6g}, where the plan has "
-            f"{self._unit * planned:.6g}: its noise was made for its own learning rates. Let "
-            "follow_plan(optimizer, plan) set them, or plan for yours with lr=….",
+            f"{self._unit * planned:.6g}: its noise was made for {made_for} for yours with lr=….",
             PlanWarning,
             stacklevel=4,
         )

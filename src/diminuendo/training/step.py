@@ -183,7 +183,9 @@ class PrivateGradients:
         """What the claim protects: an example, or what the rows of one group belong to."""
 
     def _watch_learning_rates(self) -> Watch | None:
-        if self.plan.lr is None or self.policy is not None:
+        """None where the noise is for any learning rates: all the same, or decided by then."""
+        planned, sigmas = self.plan.lr, self.plan.sigmas
+        if self.policy is not None or (planned is None and sigmas.min() == sigmas.max()):
             return None
         own = weakref.ref(self)
 
@@ -191,7 +193,8 @@ class PrivateGradients:
             private = own()
             return None if private is None else private.step
 
-        return Watch(self.engine.parameters, self.plan.lr.tolist(), taken)
+        rates = None if planned is None else planned.tolist()
+        return Watch(self.engine.parameters, rates, self.plan.steps, taken)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):

@@ -36,6 +36,8 @@ _LEAST_LOG_SIGMA = math.log(0.06)
 _EDGE = 20.0
 _BELOW, _FINEST, _COARSEST = 0.5, 0.03, 0.25
 _MOST_FREQUENCIES = 1 << 14
+_MOST_CELLS = 1 << 22
+_AGREED = 0.05
 
 
 class LogDelta(NamedTuple):
@@ -88,12 +90,18 @@ class _Table:
         )
 
 
-def _grid(anchor: float) -> Vector:
+def _grid(anchor: float, finest: float) -> Vector:
     """Nodes in ln σ around the smallest one, denser below: losses and their phases go as 1/σ²."""
     nodes = [max(anchor - _BELOW, _LEAST_LOG_SIGMA)]
     while nodes[-1] < max(anchor + 1.0, math.log(_EDGE)):
-        nodes.append(nodes[-1] + min(_FINEST * math.exp(2 * (nodes[-1] - anchor)), _COARSEST))
+        nodes.append(nodes[-1] + min(finest * math.exp(2 * (nodes[-1] - anchor)), _COARSEST))
     return np.array(nodes)
+
+
+def _agree(rough: Vector, fine: Vector) -> bool:
+    """Whether prices differ little: noise above the least is about their mean square error."""
+    error = (rough - fine) ** 2 / np.maximum(np.abs(fine), 1e-300)
+    return float(error.sum()) <= _AGREED**2 * float(np.abs(fine).sum())
 
 
 class DeltaModel:
@@ -133,12 +141,32 @@ class DeltaModel:
         self._offset = kernel.log_gain - settings.tilt * epsilon
         s = settings.tilt + 1j * kernel.u
         self._gaussian = 0.5 * s * (s + 1)
-        grid = _grid(float(np.log(sigmas[rates < 1].min())))
-        self.low = float(grid[0])
-        self._tables = {
-            float(rate): _Table(float(rate), grid, log_tail, kernel)
-            for rate in np.unique(rates[rates < 1])
-        }
+        self._tabulate(np.log(sigmas), log_tail, kernel)
+
+    def _tabulate(self, log_sigmas: Vector, log_tail: float, kernel: Kernel) -> None:
+        """Tables twice as dense as those whose prices they confirm.
+
+        Where a rare draw decides δ, transforms turn fast with σ: on nodes too far apart the
+        prices would be those of the interpolation.
+        """
+        sampled, finest = self._rates < 1, _FINEST
+        rough: Vector | None = None
+        while True:
+            grid = _grid(float(log_sigmas[sampled].min()), finest)
+            self.low = float(grid[0])
+            self._tables = {
+                float(rate): _Table(float(rate), grid, log_tail, kernel)
+                for rate in np.unique(self._rates[sampled])
+            }
+            try:
+                fine = self(log_sigmas, derivatives=False).gradient
+            except InputError:
+                fine = None
+            if rough is not None and fine is not None and _agree(rough, fine):
+                return
+            if 2 * grid.size * kernel.settings.size > _MOST_CELLS:
+                return
+            rough, finest = fine, finest / 2
 
     def __call__(self, log_sigmas: Vector, *, derivatives: bool = True) -> LogDelta:
         """ln δ of steps with these ln σ; without `derivatives` the Hessian is empty."""
