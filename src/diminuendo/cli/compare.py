@@ -62,6 +62,9 @@ def compare(
         bool,
         typer.Option("--audit", help="Audit the methods on canaries at the first ε, and stop."),
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (default), cuda, …; the draws are the same.")
+    ] = None,
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -73,7 +76,7 @@ def compare(
 
     Example: diminuendo compare --quick --out out/compare
     """
-    need_torch(None)
+    need_torch(device)
     import torch
 
     from diminuendo.compare import TableFolder, page, summary, table
@@ -105,7 +108,7 @@ def compare(
     )
     if effort.given:
         _check_settings(effort, {cell.method for cell in wanted})
-    bench = table.Bench(effort, _folders(data_dir or [], tasks))
+    bench = table.Bench(effort, _folders(data_dir or [], tasks), device or "cpu")
     for name in tasks:
         bench.pool(name)  # what is missing is said before anything is run
         if not effort.given:

@@ -48,6 +48,11 @@ class Pool:
         """Numbers of one example, the constant included."""
         return self.x.shape[1]
 
+    def to(self, device: str) -> Pool:
+        """The same data on a device."""
+        x, y = self.x.to(device), self.y.to(device)
+        return Pool(x, y, self.test_x.to(device), self.test_y.to(device), self.source)
+
     def draw(self, examples: int, seeds: list[int]) -> tuple[Tensor, Tensor]:
         """A sample of N examples without replacement for each seed: (R, N, features), (R, N)."""
         if examples > len(self.x):

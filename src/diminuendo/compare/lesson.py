@@ -50,13 +50,15 @@ class Lesson:
         train  from the numbers and the noises of all steps, each (R, parameters), to the final
                parameters
         """
-        values = torch.zeros(numbers, requires_grad=True)
+        values = torch.zeros(numbers, device=self.x.device, requires_grad=True)
         solver = torch.optim.Adam([values], lr=0.1)
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.x.shape[0], self.model.parameters)
         with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
             for _ in range(self.rounds):
-                noises = [torch.randn(shape, generator=generator) for _ in range(steps)]
+                noises = [
+                    torch.randn(shape, generator=generator).to(values.device) for _ in range(steps)
+                ]
                 theta = train(values, noises)
                 solver.zero_grad()
                 loss = self.model.losses(theta, self.test_x, self.test_y).mean()
@@ -69,7 +71,8 @@ class Lesson:
     def start(self) -> Tensor:
         """Initial parameters of the pupils."""
         seeds = range(self.seed, self.seed + self.x.shape[0])
-        return self.model.start([torch.Generator().manual_seed(seed) for seed in seeds])
+        start = self.model.start([torch.Generator().manual_seed(seed) for seed in seeds])
+        return start.to(self.x.device)
 
     def gradient(self, theta: Tensor, clip: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         """The noisy mean of clipped gradients, differentiable in everything; the noise is that

@@ -92,13 +92,14 @@ class MixedGradients:
         rate: float,
         paid: Sequence[float],
     ) -> None:
-        self._private, self._matrix, self._next = private, torch.tensor(matrix), 0
+        self._private, self._next = private, 0
+        self._matrix = torch.tensor(matrix, device=private.device)
         inverse = solve_triangular(matrix, np.eye(len(matrix)), lower=True)
         self._noise = private.noises(torch.from_numpy(sigma * inverse).float())
         self._groups, self._rate, self._paid = groups, rate, paid
         self._released: list[Tensor] = []
         self._bound: float | None = None
-        self._turn = torch.arange(private.facts.examples) % groups
+        self._turn = torch.arange(private.facts.examples, device=private.device) % groups
 
     def gradient(self, step: int, theta: Tensor, rule: Rule) -> Tensor:
         """The noisy mean of clipped gradients of step 0, 1, …, in order."""

@@ -90,7 +90,14 @@ class Private:
 
     def start(self) -> Tensor:
         """Initial parameters; the same for every method that has the same seeds."""
-        return self.model.start([torch.Generator().manual_seed(4 * s) for s in self._seeds])
+        start = self.model.start([torch.Generator().manual_seed(4 * s) for s in self._seeds])
+        return start.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data are, and all that is computed from them; noise, samples and starts are
+        drawn on the CPU, so that they are the same everywhere."""
+        return self._x.device
 
     def each(self) -> Iterable[Private]:
         """The replicas one by one, each with a budget of its own: for choices by what was seen."""
@@ -195,7 +202,7 @@ class Private:
         self.pay(sigma)
         largest, size = self.facts.largest_norm, self._x.shape[2]
         factors = (largest / self._lengths.clamp(min=largest)).unsqueeze(2)
-        sums = torch.zeros(self.replicas, size, size)
+        sums = torch.zeros(self.replicas, size, size, device=self.device)
         for r, total in enumerate(sums):
             for start in range(0, self.facts.examples, _ROWS):
                 rows = slice(start, start + _ROWS)
@@ -211,7 +218,7 @@ class Private:
                 was released or is public, and for one example at a time
         """
         turned = copy.copy(self)
-        turned._x = torch.empty(self._x.shape)
+        turned._x = torch.empty(self._x.shape, device=self.device)
         for r, x in enumerate(self._x):
             turned._x[r] = change(r, x)
         turned._lengths = turned._x.norm(dim=2)
@@ -221,7 +228,8 @@ class Private:
         """mixing · z for each replica, (R, T, parameters), z independent standard normal vectors
         and mixing (T, T); one replica after the other, because all of it may be large."""
         shape = (len(mixing), self.model.parameters)
-        return torch.stack([mixing @ torch.randn(shape, generator=g) for g in self._noise])
+        drawn = [mixing @ torch.randn(shape, generator=g) for g in self._noise]
+        return torch.stack(drawn).to(self.device)
 
     # What releases are made of
 
@@ -243,7 +251,7 @@ class Private:
         """sums + σ·bound·z for what has been paid."""
         noise = torch.stack([torch.randn(sums.shape[1], generator=g) for g in self._noise])
         scale = bound.unsqueeze(1) if isinstance(bound, Tensor) else bound
-        noisy = sums + noise * (sigma * scale)
+        noisy = sums + noise.to(sums.device) * (sigma * scale)
         if seen:
             self.show(noisy / scale, sigma, rate)
         return noisy
@@ -316,4 +324,5 @@ class Private:
         if rate == 1:
             return None
         size = self.facts.examples
-        return torch.stack([torch.rand(size, generator=g) < rate for g in self._draws]).float()
+        drawn = torch.stack([torch.rand(size, generator=g) < rate for g in self._draws])
+        return drawn.to(self.device).float()

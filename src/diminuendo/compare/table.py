@@ -138,6 +138,8 @@ class Bench:
     effort: Effort
     folders: dict[str, Path] = field(default_factory=dict)
     """Data folders by task; a task without one uses embedded data, or says what it needs."""
+    device: str = "cpu"
+    """Where runs are computed; what is drawn at random is the same everywhere."""
     _pools: dict[str, Pool] = field(default_factory=dict)
     _auxiliary: dict[str, Pool] = field(default_factory=dict)
 
@@ -145,14 +147,15 @@ class Bench:
         """The task's data."""
         if key not in self._pools:
             task = TASKS[_validate.choice("the task", key, TASKS)]
-            self._pools[key] = task.load(self.folders.get(key))
+            self._pools[key] = task.load(self.folders.get(key)).to(self.device)
         return self._pools[key]
 
     def auxiliary(self, key: str) -> Pool:
         """The task's auxiliary data, on which methods are tuned."""
         if key not in self._auxiliary:
             task = TASKS[_validate.choice("the task", key, TASKS)]
-            self._auxiliary[key] = task.auxiliary(_TUNING_SEED, self.folders.get(key))
+            found = task.auxiliary(_TUNING_SEED, self.folders.get(key))
+            self._auxiliary[key] = found.to(self.device)
         return self._auxiliary[key]
 
     def run(self, cell: Cell) -> Entry:

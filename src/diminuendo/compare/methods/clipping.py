@@ -36,7 +36,8 @@ def _quantile(private: Private, settings: Settings) -> Tensor:
     steps = int(settings["steps"])
     sigma = math.sqrt(steps / private.budget.R / (1 - _COUNTS)) * (1 + 1e-9)
     count_sigma = math.sqrt(steps / private.budget.R / _COUNTS) * (1 + 1e-9)
-    theta, bound = private.start(), torch.full((private.replicas,), settings["clip"])
+    theta = private.start()
+    bound = torch.full_like(theta[:, 0], settings["clip"])
     for _ in range(steps):
         gradient = private.gradient(theta, clips.Flat(bound), sigma)
         below = private.count_below(theta, bound, count_sigma)

@@ -37,7 +37,7 @@ def _knots(steps: int) -> Vector:
 
 def _learn_schedule(lesson: Lesson, settings: Settings) -> dict[str, float]:
     steps, lr, clip = int(settings["steps"]), settings["lr"], settings["clip"]
-    knots = torch.from_numpy(_knots(steps)).float()
+    knots = torch.from_numpy(_knots(steps)).float().to(lesson.x.device)
 
     def train(values: Tensor, noises: Sequence[Tensor]) -> Tensor:
         shape, clips = (knots @ values.view(2, _KNOTS).T).clamp(-_REACH, _REACH).exp().T
@@ -93,8 +93,8 @@ def _learn_policy(lesson: Lesson, settings: Settings) -> dict[str, float]:
 
     def train(values: Tensor, noises: Sequence[Tensor]) -> Tensor:
         theta = lesson.start()
-        budget = torch.full((theta.shape[0],), lesson.budget.R)
-        signal = torch.zeros(theta.shape[0])
+        budget = torch.full_like(theta[:, 0], lesson.budget.R)
+        signal = torch.zeros_like(budget)
         for t, noise in enumerate(noises):
             share = _share(steps - t, _adjustment(values, t / steps, signal))
             sigma = (share * budget) ** -0.5
@@ -119,7 +119,8 @@ def _policy(private: Private, settings: Settings) -> Tensor:
             sigma = math.sqrt(1 / (share * left))
             left *= 1 - share
             gradient = one.gradient(theta, Flat(settings["clip"]), sigma)
-            deviation = torch.tensor([settings["clip"] * sigma / one.facts.examples])
+            scale = settings["clip"] * sigma / one.facts.examples
+            deviation = torch.full_like(gradient[:, 0], scale)
             signal = _signal(gradient, deviation).double()
             theta = theta - settings["lr"] * gradient
         final.append(theta)

@@ -50,12 +50,12 @@ def directions(moments: Tensor, sigma: float, private: Private) -> tuple[Tensor,
     edge = sigma * facts.largest_norm**2 * math.sqrt(2 * size) / facts.examples
     # eigsh starts from a random vector unless one is given; a run must repeat itself.
     values, vectors = eigsh(
-        moments.double().numpy(), k=min(_MOST, size - 1), which="LA", v0=np.ones(size)
+        moments.double().cpu().numpy(), k=min(_MOST, size - 1), which="LA", v0=np.ones(size)
     )
     above = values > edge
     return (
-        torch.from_numpy(vectors[:, above]).float(),
-        torch.from_numpy(np.sqrt(edge / (4 * values[above]))).float(),
+        torch.from_numpy(vectors[:, above]).float().to(moments.device),
+        torch.from_numpy(np.sqrt(edge / (4 * values[above]))).float().to(moments.device),
     )
 
 
