@@ -242,8 +242,10 @@ def recorded(
         if take.why_not is not None:
             raise RuntimeError(f"not recorded: {take.why_not}")
 
-    yield taken
-    private.close()
+    try:
+        yield taken
+    finally:
+        private.close()
 
 
 def _sync(device: str) -> None:

@@ -27,7 +27,7 @@ from diminuendo.training import (
     Progress,
     fit,
 )
-from diminuendo.training.captured import Captured, EagerStep
+from diminuendo.training.captured import Captured, EagerStep, as_recorded
 from diminuendo.training.mechanism import NoiseName, kernels
 from diminuendo.training.optim import PrivateDescent
 
@@ -294,9 +294,9 @@ def test_norms_of_recurrent_layers_are_waited_for() -> None:
 class Branch(nn.Module):
     """Looks at a value on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
-        self.inner = make_model()
+        self.inner = make_model(device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         size = 1.0 if float(x.abs().max().item()) > 1e9 else 2.0
@@ -348,6 +348,38 @@ def test_what_cannot_be_recorded_runs_step_by_step(kind: str) -> None:
         assert take.why_not is not None
         results.append(weights(model))
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+class Asking(Branch):
+    """Looks at a value on the host unless it is being recorded, as transformers' masks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            out: Tensor = self.inner(x)
+            return out * 2.0
+        return super().forward(x)
+
+
+def test_a_model_that_asks_hears_that_it_is_recorded_for_as_long_as_it_is_tried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, x = Asking("cpu"), torch.full((1, D), 1e10)
+    with as_recorded():
+        tried = model(x)
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.testing.assert_close(tried, 2 * model(x))  # beyond 1e9 the other branch is taken
+
+
+@cuda
+def test_a_model_that_looks_only_where_it_is_not_recorded_is_recorded() -> None:
+    model = Asking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = PrivateGradients(model, make_plan(), seed=3)
+    take = private.captured(lambda x, y: LOSS(model(x), y), optimizer)
+    for batch in private.batches(tuple(part.cuda() for part in make_data())):
+        take(*batch)
+    assert take.why_not is None
 
 
 @cuda

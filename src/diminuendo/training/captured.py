@@ -17,11 +17,12 @@ model makes the host wait for a result. `Captured.why_not` then says why.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -191,7 +192,8 @@ class Captured:
                 leaves, form = _flat(batch)
                 rows = _whole(_copied(leaves), form)
                 torch.cuda.set_sync_debug_mode("error")
-                losses = self._losses(*rows)
+                with as_recorded():
+                    losses = self._losses(*rows)
                 engine.clipped_sum(losses, private._clip_of(private.step))
             except DiminuendoError:
                 raise
@@ -404,6 +406,18 @@ class Captured:
             private._hand_on(recording.gradients)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def as_recorded() -> Iterator[None]:
+    """Models that ask PyTorch whether they are being recorded are told so: transformers' decoders
+    look at values on the host otherwise, to choose a kind of mask."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 def _forgetting(captured: Captured) -> Callable[[torch.optim.Optimizer], None]:
