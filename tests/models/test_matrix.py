@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from outside import CASES, Batch, Loss
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from diminuendo.training.clipping import Engine, EngineError, Flat
+from diminuendo.training.captured import as_recorded
+from diminuendo.training.clipping import Engine, EngineError, Flat, rows
 
 
 def one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> tuple[float, list[Tensor]]:
@@ -77,3 +81,42 @@ def test_exact_or_refused(name: str, results: dict[str, dict[str, str]]) -> None
     assert off <= case.tol
     within = "bfloat16's rounding" if case.tol > 1e-2 else f"{case.tol:.0e}"
     results[name] = {"group": case.group, "result": f"exact to {within}"}
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often the host asks for a value or for a size that depends on values."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self.count += func.name().partition(".")[0] in (
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+            "aten::equal",
+            "aten::masked_select",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "GPT-2, N = T", "Llama", "Qwen 3", "ViT"])
+def test_the_way_that_is_recorded_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host looks at no value in the forward pass, and the sum is exact on that way, too."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(rows, "readable", lambda _: not torch.cuda.is_current_stream_capturing())
+    case = CASES[name]
+    model, batch, loss = case.make()
+    bound, expected = one_by_one(model, batch, loss)
+    with Engine(model, probing=False) as engine:
+        with as_recorded():
+            engine.probe(loss(model, batch))
+        with as_recorded(), Looks() as looks:
+            losses = loss(model, batch)
+        sums = engine.clipped_sum(losses, Flat(bound)).sums
+    assert looks.count == 0
+    largest = max(float(part.abs().max()) for part in expected)
+    for a, b in zip(sums, expected, strict=True):
+        assert float((a.double() - b).abs().max()) <= case.tol * largest

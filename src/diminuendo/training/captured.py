@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from diminuendo.errors import DiminuendoError, InputError, UsageError
+from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.mechanism import device
 from diminuendo.training.mechanism.device import ORDER_BYTES, VECTORS_KEY, DeviceSum
 from diminuendo.training.mechanism.kernels import pinned
@@ -176,9 +177,11 @@ class Captured:
         return losses.detach()
 
     def _try_out(self, batch: tuple[Any, ...]) -> None:
-        """Look whether the host waits for a result in a clipped sum, of which nothing is released.
+        """Take a clipped sum of which nothing is released, on the way that will be recorded.
 
-        To find that out while recording would leave PyTorch's generators unusable.
+        The model may go another way while it is recorded: the probe looks at that one, too. Then
+        it is seen whether the host waits for a result: to find that out while recording would leave
+        PyTorch's generators unusable. What fails here runs operation by operation.
         """
         private = self._private
         engine, where = private.engine, private.engine.parameters[0].device
@@ -186,17 +189,22 @@ class Captured:
         waiting, probing = private._part, engine.probing
         engine.probing = False
         why = None
+        leaves, form = _flat(batch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             try:
-                leaves, form = _flat(batch)
+                with as_recorded():
+                    losses = self._losses(*_whole(_copied(leaves), form))
+                if probing and len(losses) > 1:
+                    engine.probe(losses)
+                del losses
                 rows = _whole(_copied(leaves), form)
                 torch.cuda.set_sync_debug_mode("error")
                 with as_recorded():
                     losses = self._losses(*rows)
                 engine.clipped_sum(losses, private._clip_of(private.step))
-            except DiminuendoError:
-                raise
+            except EngineError as error:
+                why = f"the way that the model goes while it is recorded is refused: {error}"
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise

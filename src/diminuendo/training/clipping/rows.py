@@ -137,10 +137,17 @@ def single(rows: Rows, index: int, source: Tensor, out: Tensor) -> Rows:
     return One(rows.examples, int(rows.owners(source.shape[rows.dim])[index]), out.shape)
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether the host may look at values: not while a GPU's step is recorded."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def settled(rows: Rows, tensor: Tensor) -> Rows:
     """``rows`` without its index where that says no more than the order of the examples."""
     owner = rows.owner
     if owner is None or not rows.fits(tensor) or owner.numel() % rows.examples:
+        return rows
+    if not readable(owner):
         return rows
     blocks = torch.arange(rows.examples, device=owner.device)
     if torch.equal(owner, blocks.repeat_interleave(owner.numel() // rows.examples)):
@@ -171,6 +178,8 @@ def default(source: Tensor, rows: Rows, out: Tensor) -> Rows:
 
 def varying(examples: int, owners: Tensor, start: int, most: int | None = None) -> Rows:
     """The one dimension of ``owners`` along which examples change; ``start`` is the first's."""
+    if not readable(owners):
+        return Rows(examples, -1)
     for dim in range(owners.dim() if most is None else most):
         line = owners.movedim(dim, 0).flatten(1)
         if bool((line == line[:, :1]).all()):
