@@ -462,10 +462,104 @@ class Sparse(Model):
         return x + self.bag(index)[:, None] + self.positions(torch.arange(7)).tanh()
 
 
+class Grid(Model):
+    """Places in a picture of 2 by 3: the table of each side is repeated along the other, which may
+    be as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.cols = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(3, 3))
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def body(self, x: Tensor) -> Tensor:
+        place = torch.cat([self.cols[None].repeat(2, 1, 1), self.rows[:, None].expand(2, 3, 3)], -1)
+        place = self.norm(self.inner(place)).permute(2, 0, 1)[None].repeat(len(x), 1, 1, 1)
+        return x[:, :6] + place.flatten(2).transpose(1, 2)
+
+
+class Heads(Model):
+    """A bias that the heads share, each with a slope of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, 7, 7))
+
+    def body(self, x: Tensor) -> Tensor:
+        q = x.view(len(x), 7, 2, 3).transpose(1, 2)
+        bias = self.bias.expand(2, -1, -1) * torch.tensor([1.0, 0.5]).view(2, 1, 1)
+        mixed = F.scaled_dot_product_attention(q, q, q, bias) + (q @ q.mT + bias).softmax(-1) @ q
+        return mixed.transpose(1, 2).reshape(x.shape)
+
+
+class WrittenOn(Model):
+    """What was spread over the examples is changed in place before it meets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(1, 1, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        tokens = self.tokens.repeat(len(x), 3, 1)
+        tokens[:, 1] = tokens[:, 1] * 2
+        tokens[:, 0].mul_(3)
+        return torch.cat([tokens, x], 1)
+
+
+class TimeOutermost(Model):
+    """Tokens folded into the first dimension, those of one time after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        flat = self.inner(x.transpose(0, 1).reshape(-1, 6)) * self.scale
+        return flat.view(7, len(x), 6).transpose(0, 1)
+
+
+class Started(Model):
+    """Learned states to start from, of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.start = nn.GRU(6, 6, 2, batch_first=True), nn.Parameter(torch.randn(2, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        out, last = self.inner(x, self.start[:, None].expand(-1, len(x), -1).contiguous())
+        return out + last[1][:, None]
+
+
+class Parts(Model):
+    """Two examples at a time, the last of them alone if their number is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.cat([part * self.scale for part in x.split(2)])
+
+
+class Windows(Model):
+    """Windows over the tokens, and a table in front of whose indices another dimension stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.table = (
+            nn.Parameter(torch.randn(2, 6)),
+            nn.Parameter(torch.randn(3, 4, 6)),
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        seen = (x.unfold(1, 2, 1).transpose(2, 3) * self.window).sum(2)
+        return seen + self.table[:, (x[:, :6, 0] > 0).long() + 1].sum(0)
+
+
 HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
     WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
-    OneByOne, Lengths, Padded, ConstantValues, Bags, Replaced, Pruned, Waves, Sparse,
+    OneByOne, Lengths, Padded, ConstantValues, Bags, Replaced, Pruned, Waves, Sparse, Grid, Heads,
+    WrittenOn, TimeOutermost, Started, Parts, Windows,
 ]  # fmt: skip
 
 
@@ -894,6 +988,24 @@ def test_a_function_of_the_users_own_is_refused() -> None:
     model = User()
     with Engine(model) as engine, pytest.raises(EngineError, match=r"scale.*autograd\.Function"):
         engine.clipped_sum(batch_loss(model, (torch.randn(4, 7, 2),)), Flat(1.0))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nested_tensors_are_refused(scaled: bool) -> None:
+    class Ragged(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+        def body(self, x: Tensor) -> Tensor:
+            rows = [row[: 3 + place % 2] for place, row in enumerate(x)]
+            ragged = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            done = ragged * self.scale if scaled else self.inner(ragged)
+            return torch.nested.to_padded_tensor(done, 0.0)
+
+    model = Ragged()
+    with Engine(model), pytest.raises(EngineError, match="pad the sequences"):
+        model(torch.randn(4, 7, 2))
 
 
 def test_the_random_reference_agrees() -> None:

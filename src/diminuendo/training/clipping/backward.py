@@ -81,16 +81,19 @@ class Backward:
     def _refuse_direct_use(self, name: str, recorded: bool) -> None:
         if not recorded:
             raise EngineError(
-                "the forward pass was not recorded: run model(x) after Engine(model), outside of "
-                "torch.func's transformations, and use parameters by PyTorch's own operations, not "
-                "by a torch.autograd.Function; each forward pass needs its own clipped_sum"
+                f"parameter '{name}' reaches the loss, but the forward pass was not recorded: run "
+                "model(x) after Engine(model), outside of torch.func's transformations, and use "
+                "parameters by PyTorch's own operations, not by a torch.autograd.Function (as "
+                "peft's LoHa does); each forward pass needs its own clipped_sum"
             )
         raise EngineError(
             f"parameter '{name}' reaches the loss outside the model's forward (for example as a "
             "penalty on weights, or in a part of the model that is called on its own), or through "
-            "a function that PyTorch does not let be watched (a torch.autograd.Function or a "
-            "compiled one), where its per-example gradient cannot be seen; do it within the "
-            "model's forward, with PyTorch's own operations"
+            "a function that PyTorch does not let be watched (a torch.autograd.Function, a "
+            "compiled one, torch.func.vmap, or a checkpoint with use_reentrant=True that returns "
+            "something made of parameters alone), where its per-example gradient cannot be seen; "
+            "do it within the model's forward, with PyTorch's own operations and checkpoints with "
+            "use_reentrant=False"
         )
 
 

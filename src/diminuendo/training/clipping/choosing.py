@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,18 +66,34 @@ def stacked(
 def split(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:
-    """A part of a tensor that was split."""
+    """A part of a tensor that was split: a view, whose place in memory says which."""
+    del nr
     dim = _dim_of(args, kwargs, 2, source) or 0
     if dim != rows.dim:
-        return default(source, rows, out)
-    owners = rows.owners(source.shape[dim])
-    size, parts = out.shape[dim], args[1] if len(args) > 1 else None
-    if isinstance(parts, (list, tuple)):
-        start = sum(parts[:nr])
-    else:  # all are as long as the first, but for the last
-        start = min(nr * size, owners.numel() - size) if nr else 0
-        start = owners.numel() - size if start + 2 * size > owners.numel() and nr else start
-    return _of_one(Rows(rows.examples, dim, owners[start : start + size].to(out.device)), out)
+        return rows
+    step = source.stride(dim)
+    start = (out.storage_offset() - source.storage_offset()) // step if step else 0
+    return _part(rows, source, dim, start, out)
+
+
+def narrowed(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``narrow``."""
+    del nr
+    dim = _dim_of(args, kwargs, 1, source)
+    start = kwargs.get("start", args[2] if len(args) > 2 else None)
+    if dim != rows.dim:
+        return rows
+    if not isinstance(start, int):
+        return Rows(rows.examples, -1)
+    return _part(rows, source, rows.dim, start % max(1, source.shape[rows.dim]), out)
+
+
+def _part(rows: Rows, source: Tensor, dim: int, start: int, out: Tensor) -> Rows:
+    """A stretch of the dimension of the examples."""
+    owners = rows.owners(source.shape[dim])[start : start + out.shape[dim]]
+    return _of_one(Rows(rows.examples, dim, owners.to(out.device)), out)
 
 
 def unbound(
@@ -108,9 +124,10 @@ def selected(
 def repeated(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:
-    """After ``repeat``."""
-    del kwargs, nr
-    times = dims_of(args, 1)
+    """After ``repeat`` or ``tile``."""
+    del nr
+    given = dims_of(args, 1) or list(kwargs.get("repeats", kwargs.get("dims", ())))
+    times = [1] * (out.dim() - len(given)) + given
     dim = rows.dim + out.dim() - source.dim()
     if rows.dim < 0 or times[dim] == 1:
         return rows.moved(dim)
@@ -220,11 +237,34 @@ def got(
 ) -> Rows:
     """After ``tensor[index]``."""
     del kwargs, nr
-    if source is not args[0]:  # a batch of indices into something that holds no examples
-        index = args[1]
-        first = index[0] if isinstance(index, tuple) else index
-        return rows if isinstance(first, Tensor) else guess(out, rows.examples)
-    return indexed(source, rows, args[1], out)
+    if source is args[0]:
+        return indexed(source, rows, args[1], out)
+    return _placed(args[0], source, rows, args[1], out)  # into something that holds no examples
+
+
+def _placed(table: Tensor, source: Tensor, rows: Rows, index: Any, out: Tensor) -> Rows:
+    """The rows of ``out = table[index]`` where ``source``, a tensor of the index, has examples.
+
+    What indices choose comes where they stand, or in front if something stands between them.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not any(item is source for item in items) or any(
+        isinstance(item, list) or (isinstance(item, Tensor) and item.dtype is torch.bool)
+        for item in items
+    ):
+        return guess(out, rows.examples)
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    passed, places, most = 0, set(), 0
+    for item in items:
+        if item is Ellipsis:
+            passed += table.dim() - used
+        elif isinstance(item, Tensor) and item.dim():
+            places.add(passed)
+            most = max(most, item.dim())
+        elif item is None or isinstance(item, slice):
+            passed += 1
+    start = places.pop() if len(places) == 1 else 0
+    return rows.moved(start + most - source.dim() + rows.dim)
 
 
 def found(
@@ -261,4 +301,68 @@ def written(
         return rows
     if rows.owner is None and out.shape == source.shape:
         return rows
+    along = args[1] % max(1, out.dim()) if len(args) > 1 and type(args[1]) is int else rows.dim
+    if type(rows) is Rows and along != rows.dim and out.dim() == source.dim():
+        return rows
     return guess(out, rows.examples)
+
+
+def put(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``out[index] = source``: the examples are in the dimension that was written on."""
+    if source is args[0] or type(rows) is not Rows or rows.dim < 0:
+        return written(args, kwargs, source, rows, out, nr)
+    index = args[1]
+    items = list(index) if isinstance(index, tuple) else [index]
+    dims: list[int] = []
+    passed, used = 0, sum(item is not None and item is not Ellipsis for item in items)
+    for item in items:
+        if item is Ellipsis:
+            dims += range(passed, passed + out.dim() - used)
+            passed += out.dim() - used
+        elif item is None:
+            dims.append(-1)
+        elif isinstance(item, (int, slice)) and not isinstance(item, bool):
+            dims += [passed] if isinstance(item, slice) else []
+            passed += 1
+        else:
+            return written(args, kwargs, source, rows, out, nr)
+    dims += range(passed, out.dim())
+    place = len(dims) - source.dim() + rows.dim
+    dim = dims[place] if 0 <= place < len(dims) else -1
+    if dim < 0 or out.shape[dim] != source.shape[rows.dim]:
+        return guess(out, rows.examples)
+    return rows.moved(dim)
+
+
+def scattered(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``select_scatter``."""
+    del out, nr
+    if source is args[0]:
+        return rows
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
+    return rows.moved(rows.dim + (dim <= rows.dim))
+
+
+def piled(along: int) -> Callable[..., Rows]:
+    """After ``vstack`` (0), ``hstack`` (1) or ``dstack`` (2)."""
+
+    def rule(
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        source: Tensor,
+        rows: Rows,
+        out: Tensor,
+        nr: int,
+    ) -> Rows:
+        parts = args[0] if args else kwargs["tensors"]
+        if min(part.dim() for part in parts) > along:
+            return joined((parts, along), {}, source, rows, out, nr)
+        if along == 0 or source.dim() != 1:
+            return default(source, rows, out)
+        return joined((parts, 0), {}, source, rows, out, nr)
+
+    return rule

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from diminuendo.errors import DiminuendoError
 
 
@@ -43,4 +47,13 @@ class MixedExamples(EngineError):
             f"examples are mixed at {place(path)}: {why}. Each loss must depend on its own example "
             "alone: no statistic, attention or loss across the batch, losses in the order of the "
             "examples, and the example as the first dimension of what the model works on"
+        )
+
+
+def refuse_nested(inputs: Sequence[Tensor]) -> None:
+    """Raise where a tensor holds sequences of several lengths."""
+    if any(part.is_nested for part in inputs):
+        raise EngineError(
+            "nested tensors cannot be followed: pad the sequences to one length "
+            "(torch.nested.to_padded_tensor) and mask what is padded"
         )

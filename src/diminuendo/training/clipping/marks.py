@@ -53,6 +53,13 @@ FACTORIES = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
     "randint_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor",
 }  # fmt: skip
+ELEMENTWISE = {
+    "add", "sub", "subtract", "rsub", "__rsub__", "mul", "multiply", "div", "divide",
+    "true_divide", "__rdiv__", "__rtruediv__", "pow", "__pow__", "__rpow__", "float_power",
+    "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "fmax", "fmin", "atan2",
+    "hypot", "copysign", "logaddexp", "xlogy", "remainder", "fmod", "__radd__", "__rmul__",
+    "__add__", "__sub__", "__mul__", "__truediv__", "copy", "clamp",
+}  # fmt: skip
 EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 KNOWN: dict[Any, Operation] = {}
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from diminuendo.training.clipping.choosing import indexed
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lift import RowsPiece, lift, padding_of
-from diminuendo.training.clipping.marks import Made, Operation
+from diminuendo.training.clipping.marks import ELEMENTWISE, Made, Operation
 from diminuendo.training.clipping.product import product
 from diminuendo.training.clipping.replay import replayed
 from diminuendo.training.clipping.rows import TAG, One, Rows
@@ -26,13 +26,6 @@ from diminuendo.training.clipping.rows import TAG, One, Rows
 if TYPE_CHECKING:
     from diminuendo.training.clipping.watch import Watch
 
-_ELEMENTWISE = {
-    "add", "sub", "subtract", "rsub", "__rsub__", "mul", "multiply", "div", "divide",
-    "true_divide", "__rdiv__", "__rtruediv__", "pow", "__pow__", "__rpow__", "float_power",
-    "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "fmax", "fmin", "atan2",
-    "hypot", "copysign", "logaddexp", "xlogy", "remainder", "fmod", "__radd__", "__rmul__",
-    "__add__", "__sub__", "__mul__", "__truediv__", "copy", "clamp",
-}  # fmt: skip
 _NOT_DIFFERENTIABLE = {
     "gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "__eq__", "__ne__", "__gt__", "__ge__",
     "__lt__", "__le__", "isclose", "bucketize", "searchsorted", "argmax", "argmin", "argsort",
@@ -53,7 +46,7 @@ def meet(
     if name in _NOT_DIFFERENTIABLE:
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunction():
-        if name in _ELEMENTWISE and not (op.inplace and watch.made_of(args[0]) is not None):
+        if name in ELEMENTWISE and not (op.inplace and watch.made_of(args[0]) is not None):
             return _elementwise(watch, func, op, args, kwargs, source, rows)
         rule = _RULES.get(name)
         if rule is not None:
@@ -109,8 +102,8 @@ def _written(
     rows = watch.rows_of(target)
     if rows is None or not watch.made_of(value):
         raise EngineError(
-            f"{watch.tape.title(watch.made_of(target))} is written on with examples; build "
-            "the tensor the other way round, from the batch"
+            f"{watch.tape.title(watch.made_of(target))} is written on with examples; write the "
+            "examples first, or join both with torch.cat"
         )
     with torch.no_grad():
         part = target[index]

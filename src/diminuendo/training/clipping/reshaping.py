@@ -32,7 +32,24 @@ def reshaped(
         passed *= extent
         if passed > before:
             break
-    return _split_up(source, rows, out) if rows.owner is not None else Rows(rows.examples, -1)
+    return _merged(source, rows, out) or (
+        _split_up(source, rows, out) if rows.owner is not None else Rows(rows.examples, -1)
+    )
+
+
+def _merged(source: Tensor, rows: Rows, out: Tensor) -> Rows | None:
+    """The dimension of the examples became part of one with others before it, such as time."""
+    before, size = source.shape[: rows.dim].numel(), source.shape[rows.dim]
+    passed = 1
+    for dim, extent in enumerate(out.shape):
+        if passed >= before or not size:
+            return None
+        if before % passed == 0 and extent and passed * extent % (before * size) == 0:
+            within = passed * extent // (before * size)
+            owners = rows.owners(size).repeat_interleave(within).repeat(before // passed)
+            return Rows(rows.examples, dim, owners)
+        passed *= extent
+    return None
 
 
 def _split_up(source: Tensor, rows: Rows, out: Tensor) -> Rows:
@@ -111,7 +128,21 @@ def reduced(
 ) -> Rows:
     """After some dimensions were reduced: those before which they stood move up."""
     del nr
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return _without(
+        kwargs.get("axis", args[1] if len(args) > 1 else None), kwargs, source, rows, out
+    )
+
+
+def measured(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """The same for norms and quantiles, whose second argument is their order."""
+    del nr
+    return _without(args[2] if len(args) > 2 else None, kwargs, source, rows, out)
+
+
+def _without(given: Any, kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor) -> Rows:
+    dim = kwargs.get("dim", given)
     if dim is None or out.dim() == source.dim() or isinstance(dim, Tensor):
         return default(source, rows, out)
     gone = {
@@ -122,6 +153,108 @@ def reduced(
     return rows.moved(rows.dim - sum(d < rows.dim for d in gone))
 
 
+def diagonal(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``diagonal``: two dimensions become the last."""
+    del out, nr
+    given = [*args[2:4], *(0, 1)[len(args[2:4]) :]]
+    gone = {
+        kwargs.get(name, dim) % source.dim()
+        for name, dim in zip(("dim1", "dim2"), given, strict=True)
+    }
+    if rows.dim in gone:
+        return Rows(rows.examples, -1)
+    return rows.moved(rows.dim - sum(d < rows.dim for d in gone))
+
+
+def kept(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """The first dimensions stay, others come or go behind them."""
+    del args, kwargs, source, nr
+    return rows if rows.dim < out.dim() else Rows(rows.examples, -1)
+
+
+def strided(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``as_strided``: the dimension that is left as it was."""
+    if 0 <= rows.dim < out.dim() and (
+        (out.shape[rows.dim], out.stride(rows.dim))
+        == (source.shape[rows.dim], source.stride(rows.dim))
+    ):
+        return rows
+    del args, kwargs, nr
+    return default(source, rows, out)
+
+
+def unfolded(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``Tensor.unfold`` or the function ``unfold``."""
+    del nr
+    if out.dim() == source.dim() + 1:
+        dim = kwargs.get("dimension", args[1] if len(args) > 1 else 0) % source.dim()
+        return Rows(rows.examples, -1) if dim == rows.dim else rows
+    return rows if rows.dim == 0 else Rows(rows.examples, -1)
+
+
+def multiplied(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``matmul``: a vector takes a dimension away."""
+    del nr
+    left, right = (*args, *kwargs.values())[:2]
+    lost = -1
+    if source is left and right.dim() == 1:
+        lost = source.dim() - 1
+    elif source is right and left.dim() == 1:
+        lost = max(0, source.dim() - 2)
+    if lost < 0 or rows.dim < 0:
+        return default(source, rows, out)
+    if rows.dim == lost:
+        return Rows(rows.examples, -1)
+    return rows.moved(rows.dim - (lost < rows.dim))
+
+
+def contracted(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``tensordot``: what is left of the first tensor, then of the second."""
+    del nr
+    first = args[0]
+    dims = kwargs.get("dims", args[2] if len(args) > 2 else 2)
+    if isinstance(dims, Tensor) or rows.dim < 0:
+        return default(source, rows, out)
+    if isinstance(dims, int):
+        dims = [*range(first.dim() - dims, first.dim())], [*range(dims)]
+    gone = [[given] if isinstance(given, int) else list(given) for given in dims]
+    own = [d % source.dim() for d in gone[source is not first]]
+    if rows.dim in own:
+        return Rows(rows.examples, -1)
+    before = 0 if source is first else first.dim() - len(gone[0])
+    return rows.moved(before + rows.dim - sum(d < rows.dim for d in own))
+
+
+def recurrent(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After a recurrent layer: its states have the examples second, whatever its outputs have."""
+    del kwargs
+    if len(args) < 9 or out.dim() != 3:  # one sequence alone
+        return default(source, rows, out)
+    return rows.moved(0 if args[8] and nr == 0 else 1)
+
+
+def attended(
+    args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
+) -> Rows:
+    """After ``multi_head_attention_forward``: (T, N, d), and weights (N, ...)."""
+    del args, kwargs
+    return rows.moved(0) if nr and rows.dim == 1 else default(source, rows, out)
+
+
 def equation(
     args: Sequence[Any], kwargs: dict[str, Any], source: Tensor, rows: Rows, out: Tensor, nr: int
 ) -> Rows:
@@ -129,9 +262,33 @@ def equation(
     del kwargs, nr
     text = args[0]
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-    if isinstance(text, str) and "->" in text and "." not in text:
-        left, right = text.replace(" ", "").split("->")
-        for labels, operand in zip(left.split(","), operands, strict=False):
-            if operand is source and 0 <= rows.dim < len(labels) and labels[rows.dim] in right:
-                return rows.moved(right.index(labels[rows.dim]))
+    if not isinstance(text, str) or rows.dim < 0:
+        return default(source, rows, out)
+    left, arrow, right = text.replace(" ", "").replace("...", ".").partition("->")
+    if not arrow:
+        letters = left.replace(",", "").replace(".", "")
+        right = "." * ("." in left) + "".join(
+            sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        )
+    ends = range(out.dim())[_span(right, out.dim())][::-1]
+    for labels, operand in zip(left.split(","), operands, strict=False):
+        if operand is source:
+            among = range(operand.dim())[_span(labels, operand.dim())]
+            if rows.dim in among and len(ends) < len(among):  # what the dots stand for is summed
+                return Rows(rows.examples, -1)
+            if rows.dim in among:
+                return rows.moved(ends[among[-1] - rows.dim])
+            place = rows.dim if not among or rows.dim < among[0] else rows.dim - len(among) + 1
+            known = labels[place] if place < len(labels) else ""
+            if known and known in right:
+                at = right.index(known)
+                dots = "." in right[:at]
+                return rows.moved(at + (len(ends) - 1 if dots else 0))
+            return Rows(rows.examples, -1)
     return default(source, rows, out)
+
+
+def _span(labels: str, dims: int) -> slice:
+    """The dimensions that the dots of an equation stand for."""
+    at = labels.find(".")
+    return slice(0, 0) if at < 0 else slice(at, at + dims - len(labels) + 1)

@@ -164,6 +164,16 @@ def guess(out: Tensor, examples: int) -> Rows:
     return Rows(examples, dim)
 
 
+def seen_from(view: Tensor, rows: Rows, base: Tensor) -> Rows:
+    """The rows of a tensor of which a part with the examples in ``rows`` is a view."""
+    if type(rows) is Rows and rows.owner is None and 0 <= rows.dim < view.dim():
+        place = view.stride(rows.dim), view.shape[rows.dim]
+        same = [d for d in range(base.dim()) if (base.stride(d), base.shape[d]) == place]
+        if len(same) == 1:
+            return rows.moved(same[0])
+    return guess(base, rows.examples)
+
+
 def default(source: Tensor, rows: Rows, out: Tensor) -> Rows:
     """After an operation that leaves dimensions in their order."""
     if not 0 <= rows.dim < source.dim():

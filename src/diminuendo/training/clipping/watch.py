@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from diminuendo.training.clipping import twins
 from diminuendo.training.clipping.choosing import ordered
-from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.errors import EngineError, refuse_nested
 from diminuendo.training.clipping.lift import lift
 from diminuendo.training.clipping.marks import (
     EXPANDING,
@@ -32,7 +33,17 @@ from diminuendo.training.clipping.marks import (
     tensors,
 )
 from diminuendo.training.clipping.meet import meet
-from diminuendo.training.clipping.rows import TAG, Copies, One, Pieces, Rows, guess, settled
+from diminuendo.training.clipping.probe import nodes
+from diminuendo.training.clipping.rows import (
+    TAG,
+    Copies,
+    One,
+    Pieces,
+    Rows,
+    guess,
+    seen_from,
+    settled,
+)
 from diminuendo.training.clipping.rules import RULES, follow
 
 if TYPE_CHECKING:
@@ -47,10 +58,11 @@ class Watch(TorchFunctionMode):
         self.tape, self.made = tape, made
         self.examples = 0
         self.busy = False
+        self.doubted = False
 
     def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
         """Mark the inputs of the model: those with one row for each example."""
-        self.examples = examples
+        self.examples, self.doubted = examples, False
         for leaf in inputs:
             if leaf.dim() == 0 or isinstance(leaf, nn.Parameter):
                 continue
@@ -63,7 +75,9 @@ class Watch(TorchFunctionMode):
         """Where the tensor holds examples, if it does."""
         tag = getattr(leaf, TAG, None)
         if tag is None and leaf.requires_grad and id(leaf) not in self.made:
-            return guess(leaf, self.examples) if self.examples else None
+            if not self.examples or self._foreign(leaf):
+                return None
+            return guess(leaf, self.examples)
         return tag if isinstance(tag, Rows) else None
 
     def made_of(self, leaf: Tensor) -> Made | None:
@@ -72,6 +86,17 @@ class Watch(TorchFunctionMode):
         if tag is None and leaf.requires_grad:
             return self.made.get(id(leaf))
         return tag if isinstance(tag, Made) else None
+
+    def _foreign(self, leaf: Tensor) -> bool:
+        """Whether the tensor is a constant that was made a parameter just now, or comes of such."""
+        if isinstance(leaf, nn.Parameter):
+            return True
+        if leaf.dim() and leaf.shape[0] == self.examples:
+            return False
+        ends = [node.variable for node in nodes(leaf) if hasattr(node, "variable")]
+        return bool(ends) and all(
+            isinstance(end, nn.Parameter) and id(end) not in self.made for end in ends
+        )
 
     def has_rows(self, leaf: Tensor, dim: int) -> bool:
         """Whether index i along ``dim`` is example i."""
@@ -99,10 +124,12 @@ class Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        del types
         op = KNOWN.get(func) or operation(func)
         if op.ignored or not self.examples:
             return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if self.doubted:
+            args, kwargs = twins.aligned(op, args, kwargs, _leaves(args, kwargs))
         source: Tensor | None = None
         rows: Rows | None = None
         made: list[Made] = []
@@ -111,19 +138,27 @@ class Watch(TorchFunctionMode):
             if tag is None:
                 if not leaf.requires_grad:
                     continue
-                tag = self.made.get(id(leaf)) or guess(leaf, self.examples)
+                tag = self.made.get(id(leaf))
+                if tag is None and self._foreign(leaf):
+                    continue
+                tag = tag or guess(leaf, self.examples)
             if isinstance(tag, Made):
                 made.append(tag)
             elif rows is None or _better(leaf, tag, source, rows):
                 source, rows = leaf, tag
-        kwargs = kwargs or {}
+        copies = False
+        if made and type(rows) is Copies and source is not None:
+            copies = not source.requires_grad
+            rows = Rows(rows.examples, rows.dim, rows.owner)
         if op.name in TEMPLATES and rows is not None and self.rows_of(args[0]) is None:
             source = rows = None
         if made and rows is not None and self._picks(op, args, kwargs, rows):
             source = rows = None
+        given = self._otherwise(op, args, kwargs, copies) if copies or self.doubted else None
         if made and torch.is_grad_enabled():
             self.busy = True
             if rows is not None and source is not None:
+                refuse_nested([source])
                 if type(rows) is Pieces and not rows.fits(source):
                     self._refuse_pieces(source, made[0])
                 result = meet(self, func, op, args, kwargs, source, rows)
@@ -133,9 +168,27 @@ class Watch(TorchFunctionMode):
             result = func(*args, **kwargs)
         if rows is not None and source is not None:
             self.mark(op, args, kwargs, source, rows, result)
+            if given is not None:
+                if copies:
+                    again = self._of_parameters(func, op, *given, made)
+                else:
+                    again = self.__torch_function__(func, types, *given)
+                if op.inplace:
+                    result, again = args[0], given[0][0]
+                self._doubt(result, again)
         elif op.name in EXPANDING and isinstance(result, Tensor) and self._spreads(args, result):
             setattr(result, TAG, Copies(self.examples))
         return result
+
+    def _otherwise(
+        self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any], copies: bool
+    ) -> tuple[Sequence[Any], dict[str, Any]] | None:
+        """What to do the operation on once more, for its twin."""
+        if not torch.is_grad_enabled() or not twins.repeats(op):
+            return None
+        if not copies:
+            return twins.swapped(args, kwargs, _leaves(args, kwargs))
+        return ((args[0].clone(), *args[1:]) if op.inplace else args), kwargs
 
     def _picks(
         self, op: Operation, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
@@ -207,12 +260,13 @@ class Watch(TorchFunctionMode):
     ) -> None:
         """Something of the batch was written on a tensor, and on what it is a view of."""
         target = args[0]
-        if not isinstance(getattr(target, TAG, None), Rows):
+        known = getattr(target, TAG, None)
+        if not isinstance(known, Rows) or (type(known) is Copies and target.requires_grad):
             rule = op.rule or RULES["copy_"]
             setattr(target, TAG, rule(args, kwargs, source, rows, target, 0))
         base = target._base
         if base is not None and not isinstance(getattr(base, TAG, None), Rows):
-            setattr(base, TAG, guess(base, rows.examples))
+            setattr(base, TAG, seen_from(target, getattr(target, TAG), base))
 
     def _spreads(self, args: Sequence[Any], result: Tensor) -> bool:
         """Whether something without examples was repeated once for each of them."""
@@ -244,7 +298,12 @@ class Watch(TorchFunctionMode):
             copied = op.name in ("repeat", "tile")
             if not copied or whole.shape in (rest, (1, *rest)):
                 spread = lift(self, whole, result.shape, Rows(self.examples))
-                return spread.contiguous() if copied else spread
+                if copied:
+                    spread = spread.contiguous()
+                    setattr(spread, TAG, Rows(self.examples))
+                setattr(result, TAG, Made(params, (op.name, (*args, kwargs))))
+                self._doubt(spread, result)
+                return spread
         if op.inplace and isinstance(args[0], Tensor):
             self._overwritten(args[0], params)
             return result
@@ -252,6 +311,20 @@ class Watch(TorchFunctionMode):
             if out.requires_grad and not isinstance(out, nn.Parameter):
                 setattr(out, TAG, Made(params, (op.name, (*args, kwargs))))
         return result
+
+    def _doubt(self, result: Any, again: Any) -> None:
+        """What was taken for the batch's may be made of parameters alone, as in ``again``."""
+        self.doubted = True
+        for out, twin in zip(tensors(result, 2), tensors(again, 2), strict=True):
+            tag = getattr(twin, TAG, None)
+            pure = isinstance(tag, Rows) or (isinstance(tag, Made) and self._pure(twin))
+            if pure and isinstance(getattr(out, TAG, None), Rows):
+                twins.remember(out, twin)
+
+    def _pure(self, tensor: Tensor) -> bool:
+        """Whether gradients of the tensor go to parameters and nowhere else."""
+        ends = [node.variable for node in nodes(tensor) if hasattr(node, "variable")]
+        return all(id(end) in self.made for end in ends)
 
     def _overwritten(self, target: Tensor, params: dict[int, nn.Parameter]) -> None:
         """Parameters were written on a constant, or on what was made of others before."""
@@ -408,7 +481,10 @@ def routed(module: nn.Module, forward: Callable[..., Any], tape: Tape) -> Callab
         inputs = _leaves(args, kwargs)
         if not inputs or not torch.is_grad_enabled():
             return False
+        refuse_nested(inputs)
         first = inputs[:3] if several else inputs[:1]
+        if watch.doubted and not several and not recurrent and twins.twin(inputs[0]) is not None:
+            return False
         if not all(watch.has_rows(leaf, axis) for leaf in first):
             return False
         return len(inputs) == 1 or not any(watch.made_of(leaf) for leaf in inputs)
