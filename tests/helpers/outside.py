@@ -234,7 +234,7 @@ hub("Swin", "Swin", SEEN, {
 hub("wav2vec 2.0", "Wav2Vec2", CLASSIFIER, SOUND, heard, classify)
 
 
-def found(dropout: float = 0.0) -> Parts:
+def found(dropout: float = 0.0, places: str = "sine", examples: int = N) -> Parts:
     """Objects found in pictures by learned queries; its BatchNorm is frozen."""
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], out_features=["stage1", "stage2"]
@@ -244,6 +244,7 @@ def found(dropout: float = 0.0) -> Parts:
         decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=dropout,
         attention_dropout=dropout, num_queries=N, num_labels=CLASSES, use_timm_backbone=False,
         backbone_config=backbone, use_pretrained_backbone=False, backbone=None,
+        position_embedding_type=places,
     )  # fmt: skip
     model = transformers.DetrForObjectDetection(config).double().train()
     with torch.no_grad():  # a norm of zeros, as in the first decoder layer, has no useful slope
@@ -256,7 +257,7 @@ def found(dropout: float = 0.0) -> Parts:
         losses: Tensor = scores + boxes.flatten(1).sum(1)
         return losses
 
-    return model, {"pixel_values": pictures()}, loss
+    return model, {"pixel_values": pictures()[:examples]}, loss
 
 
 def told() -> Parts:
@@ -295,6 +296,8 @@ def told() -> Parts:
 
 
 add("DETR", "transformers", found)
+add("DETR, learned positions, N = rows", "transformers",
+    functools.partial(found, places="learned", examples=4))  # fmt: skip
 add("Qwen 2-VL, pictures in pieces", "transformers", told, tol=1e-6)
 hub("ResNet (BatchNorm)", "ResNet", SEEN, {
     "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "num_labels": CLASSES,
@@ -320,15 +323,16 @@ add("CLIP, contrastive loss", "transformers", contrast, refused="own example alo
 
 
 # --------------------------------------------------------------------------------------- peft
-def adapted(base: str, kind: str, **options: Any) -> Parts:
+def adapted(base: str, kind: str, examples: int = N, **options: Any) -> Parts:
     """A model with an adapter, whose zeros are moved so that no gradient vanishes."""
     model, batch, loss = CASES[base].make()
+    batch = {name: part[:examples] for name, part in batch.items()}
     task = "SEQ_CLS" if loss is classify else "CAUSAL_LM"
     torch.manual_seed(1)
     model = peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **options)).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.requires_grad and "lora" in name:
+            if param.requires_grad and ("lora" in name or "oft" in name):
                 param.add_(0.05 * torch.randn(param.shape, generator=_generator(5)))
     return model.train(), batch, loss
 
@@ -342,6 +346,16 @@ ADAPTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LoRA on embeddings": (
         "Llama", "LoraConfig", {**LORA, "target_modules": ["q_proj", "embed_tokens"]}),
     "DoRA": ("Llama", "LoraConfig", {**LORA, "use_dora": True, "target_modules": ["q_proj"]}),
+    "DoRA on embeddings": (
+        "Llama", "LoraConfig", {**LORA, "use_dora": True, "target_modules": ["embed_tokens"]}),
+    "OFT, N = blocks": ("Llama", "OFTConfig", {
+        "oft_block_size": 8, "r": 0, "target_modules": ["q_proj"], "examples": 4}),
+    "BOFT, N = blocks": ("Llama", "BOFTConfig", {
+        "boft_block_size": 8, "target_modules": ["q_proj"], "examples": 4}),
+    "AdaLoRA": ("Llama", "AdaLoraConfig", {
+        "target_r": 2, "init_r": 4, "total_step": 100, "target_modules": ["q_proj"]}),
+    "LoKr": ("Llama", "LoKrConfig", {"r": 4, "target_modules": ["q_proj"]}),
+    "VeRA": ("Llama", "VeraConfig", {"r": 4, "target_modules": ["q_proj"]}),
     "IA3": ("Llama", "IA3Config", {
         "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "prefix tuning": ("Llama", "PrefixTuningConfig", {"num_virtual_tokens": 3}),
@@ -352,6 +366,10 @@ ADAPTED: dict[str, tuple[str, str, dict[str, Any]]] = {
 for title, (base, kind, details) in ADAPTED.items():
     make = functools.partial(adapted, base, kind, **details)
     add(title, "peft", make, tol=1e-6 if base == "Llama" else 1e-10)
+
+# Its weights come from a torch.autograd.Function.
+make = functools.partial(adapted, "Llama", "LoHaConfig", r=4, target_modules=["q_proj"])
+add("LoHa", "peft", make, refused=r"autograd\.Function")
 
 
 # -------------------------------------------------------------------------- timm, torchvision

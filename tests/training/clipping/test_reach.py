@@ -491,6 +491,37 @@ class Heads(Model):
         return mixed.transpose(1, 2).reshape(x.shape)
 
 
+class Rotated(Model):
+    """Constants, as many as there are blocks, become rotations by what is written on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.other = nn.Parameter(torch.rand(3, 2, 2)), nn.Parameter(torch.rand(3, 2, 2))
+
+    def body(self, x: Tensor) -> Tensor:
+        blocks = torch.eye(2).repeat(3, 1, 1)
+        blocks.add_(self.turn, alpha=2)
+        blocks.add_(self.turn @ self.turn)
+        solved = torch.linalg.solve(torch.eye(2).expand(3, 2, 2) + self.other, blocks)
+        folded = x.unflatten(-1, (3, 2))
+        return torch.einsum("...rk,rkc->...rc", folded, solved).flatten(-2)
+
+
+class Measured(Model):
+    """A constant is made a parameter anew in every pass."""
+
+    constant: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = nn.Parameter(torch.rand(6))
+        self.register_buffer("constant", torch.randn(8, 6))
+
+    def body(self, x: Tensor) -> Tensor:
+        weight = nn.Parameter(self.constant.T)
+        return x * (self.size / (weight + 2 * self.constant.T).norm(dim=1))
+
+
 class WrittenOn(Model):
     """What was spread over the examples is changed in place before it meets them."""
 
@@ -559,7 +590,7 @@ HEALTHY = [
     Positions, Bias, Queries, TimeFirst, Folded, Token, Cells, Both, Boxed, Routed, Picked,
     WrittenOver, Tied, Saved, SavedOtherwise, Doubled, Sequences, Tables, Overwritten, Assembled,
     OneByOne, Lengths, Padded, ConstantValues, Bags, Replaced, Pruned, Waves, Sparse, Grid, Heads,
-    WrittenOn, TimeOutermost, Started, Parts, Windows,
+    Rotated, Measured, WrittenOn, TimeOutermost, Started, Parts, Windows,
 ]  # fmt: skip
 
 

@@ -59,11 +59,12 @@ def repeats(op: Operation) -> bool:
 
 def aligned(
     op: Operation, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Tensor]
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments, with twins for tensors whose examples are not where the batch has them."""
+) -> tuple[Sequence[Any], dict[str, Any]] | None:
+    """The arguments, with twins for tensors whose examples are not where the batch has them;
+    None where there is no such tensor."""
     whole = next((leaf for leaf in leaves if _sure(leaf)), None)
     if whole is None:
-        return args, kwargs
+        return None
     changed = {}
     for leaf in leaves:
         best, other = leaf, twin(leaf)
@@ -71,7 +72,7 @@ def aligned(
             best, other = other, twin(other)
         if best is not leaf:
             changed[id(leaf)] = best
-    return _replaced(args, kwargs, changed)
+    return _replaced(args, kwargs, changed) if changed else None
 
 
 def _apart(op: Operation, args: Sequence[Any], whole: Tensor, leaf: Tensor, best: Tensor) -> bool:
@@ -127,8 +128,6 @@ def _place(leaf: Tensor) -> int | None:
 def _replaced(
     args: Sequence[Any], kwargs: dict[str, Any], changed: dict[int, Tensor]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    if not changed:
-        return args, kwargs
     given: tuple[Sequence[Any], dict[str, Any]] = pytree.tree_map(
         lambda part: changed.get(id(part), part), (tuple(args), kwargs)
     )

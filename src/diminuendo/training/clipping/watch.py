@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from diminuendo.training.clipping import twins
@@ -88,14 +89,18 @@ class Watch(TorchFunctionMode):
         return tag if isinstance(tag, Made) else None
 
     def _foreign(self, leaf: Tensor) -> bool:
-        """Whether the tensor is a constant that was made a parameter just now, or comes of such."""
+        """Whether the tensor is a constant that was made a parameter just now, or comes of such.
+
+        What goes into a function of the user's own is not seen, so what comes out is not known.
+        """
         if isinstance(leaf, nn.Parameter):
             return True
-        if leaf.dim() and leaf.shape[0] == self.examples:
-            return False
-        ends = [node.variable for node in nodes(leaf) if hasattr(node, "variable")]
-        return bool(ends) and all(
-            isinstance(end, nn.Parameter) and id(end) not in self.made for end in ends
+        found = list(nodes(leaf))
+        ends = [node.variable for node in found if hasattr(node, "variable")]
+        return (
+            bool(ends)
+            and all(isinstance(end, nn.Parameter) and id(end) not in self.made for end in ends)
+            and not any(isinstance(node, BackwardCFunction) for node in found)
         )
 
     def has_rows(self, leaf: Tensor, dim: int) -> bool:
@@ -128,8 +133,7 @@ class Watch(TorchFunctionMode):
         if op.ignored or not self.examples:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if self.doubted:
-            args, kwargs = twins.aligned(op, args, kwargs, _leaves(args, kwargs))
+        doubted = False
         source: Tensor | None = None
         rows: Rows | None = None
         made: list[Made] = []
@@ -142,10 +146,16 @@ class Watch(TorchFunctionMode):
                 if tag is None and self._foreign(leaf):
                     continue
                 tag = tag or guess(leaf, self.examples)
+            if self.doubted and not doubted:
+                doubted = twins.twin(leaf) is not None
             if isinstance(tag, Made):
                 made.append(tag)
             elif rows is None or _better(leaf, tag, source, rows):
                 source, rows = leaf, tag
+        if doubted:
+            better = twins.aligned(op, args, kwargs, _leaves(args, kwargs))
+            if better is not None:
+                return self.__torch_function__(func, types, *better)
         copies = False
         if made and type(rows) is Copies and source is not None:
             copies = not source.requires_grad
@@ -154,7 +164,7 @@ class Watch(TorchFunctionMode):
             source = rows = None
         if made and rows is not None and self._picks(op, args, kwargs, rows):
             source = rows = None
-        given = self._otherwise(op, args, kwargs, copies) if copies or self.doubted else None
+        given = self._otherwise(op, args, kwargs, copies) if copies or doubted else None
         if made and torch.is_grad_enabled():
             self.busy = True
             if rows is not None and source is not None:
