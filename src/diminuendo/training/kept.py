@@ -22,6 +22,7 @@ _LOOSE_HALF = 2e-2
 _LOOSEST = 0.2
 _LOOSE_GRADIENT = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOOSE_GRADIENT_HALF = 1e-1
+_REORDERED = 20.0  # times as much for sums in another order, which half precision may round last
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 
 
@@ -91,11 +92,13 @@ def _some(grad: Tensor) -> Tensor:
     return grad.reshape(-1)[:: grad.numel() // _ENTRIES | 1].clone()
 
 
-def moved(before: list[Tensor], after: list[Tensor]) -> bool:
+def moved(before: list[Tensor], after: list[Tensor], *, reordered: bool = False) -> bool:
     """Whether gradients of kept rows are others now.
 
     What is replaced may overflow, and zero times infinity reaches every row: only finite
     gradients tell.
+
+    reordered  the rows were added up in another order, so that more rounding is allowed for
     """
     if len(before) != len(after):
         return False
@@ -105,6 +108,8 @@ def moved(before: list[Tensor], after: list[Tensor]) -> bool:
         if not math.isfinite(size) or not bool(now.isfinite().all()):
             continue
         loose = _LOOSE_GRADIENT.get(_coarsest(grad), _LOOSE_GRADIENT_HALF)
+        if reordered:
+            loose = min(_REORDERED * loose, _LOOSEST)
         # some gradients are zero but for roundings (of a bias before a softmax, say)
         allowed = loose * (size + 1e-3 * largest)
         if grad.numel() and float((now.double() - grad.double()).abs().max()) > allowed:
@@ -124,6 +129,16 @@ def halves(size: int) -> list[Tensor]:
     keep = torch.zeros(size, dtype=torch.bool, device="cpu")
     keep[torch.randperm(size, generator=generator, device="cpu")[: size // 2]] = True
     return [keep, ~keep]
+
+
+def other_places(size: int) -> Tensor:
+    """A random order in which each of two or more rows has another place than its own."""
+    generator = torch.Generator()  # its own: the user's random numbers stay as they are
+    generator.seed()
+    circle = torch.randperm(size, generator=generator, device="cpu")
+    order = torch.empty_like(circle)
+    order[circle] = circle.roll(1)
+    return order
 
 
 def replacements(inputs: tuple[Tensor, ...], keep: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -28,6 +28,7 @@ from diminuendo.training.kept import (
     has_rows,
     moved,
     near,
+    other_places,
     replacements,
     same_randomness,
     some_of,
@@ -96,7 +97,7 @@ def refuse_mixing(
             answered = trial.answers((x[:size], y[:size]))
         if answered is False:
             raise other_batch()
-        trial.refuse_sizes((x, y))
+        trial.refuse_places((x, y))
     except DiminuendoError:
         raise
     except ERRORS as error:
@@ -135,7 +136,7 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
     try:
         trial.answers(rows)
         if len(places) == sum(has_rows(leaf, size) for leaf in leaves):
-            trial.refuse_sizes(rows)
+            trial.refuse_places(rows)
     except DiminuendoError:
         raise
     except ERRORS:
@@ -207,31 +208,44 @@ class _Trial:
             return True
         return None if None in (own, nearby) else False
 
-    def refuse_sizes(self, inputs: tuple[Tensor, ...]) -> None:
-        """Raise where a row changes with how many others there are: their number is drawn.
+    def refuse_places(self, inputs: tuple[Tensor, ...]) -> None:
+        """Raise where a row, or its gradient, changes with its place, or a row with how many others
+        there are: what lies before it, and how much, is drawn.
 
-        In evaluation mode, and only where nothing is random: masks go by the size of a batch.
+        In evaluation mode, and only where nothing is random: masks go by the places in a batch and
+        by its size.
         """
-        self._call, self._leaves = self._model, list(self._own.values())
+        self._call, self._leaves = self._model, some_of(list(self._own.values()))
         modes = [(module, module.training) for module in self._model.modules()]
-        half = len(inputs[0]) // 2
+        size = len(inputs[0])
+        everything = torch.ones(size, dtype=torch.bool)
         try:
             self._model.eval()
             with torch.enable_grad(), same_randomness(self._model, inputs[0].device):
-                whole, again = (self._plain(inputs) for _ in range(2))
-                if changed(whole, again, torch.ones(len(inputs[0]), dtype=torch.bool)):
+                whole, again = (self._passed(inputs, _go_on, everything) for _ in range(2))
+                if changed(whole.values, again.values, everything):
                     return
-                fewer = self._plain(tuple(part[:half] for part in inputs))
+                order = other_places(size)
+                placed = tuple([part[order.to(part.device)] for part in inputs])
+                other = self._passed(placed, _go_on, everything, order.argsort())
+                fewer = self._plain(tuple(part[: size // 2] for part in inputs))
         except DiminuendoError:
             raise
-        except ERRORS:  # not every model takes any size
+        except ERRORS:  # not every model takes any size and order
             return
         finally:
+            self._leaves = []
             for module, mode in modes:
                 module.training = mode
-        rows = [part[:half] if has_rows(part, len(inputs[0])) else part for part in whole]
+        steady = not moved(whole.gradient, again.gradient)
+        if changed(whole.values, other.values, everything, resized=True) or (
+            steady and moved(whole.gradient, other.gradient, reordered=True)
+        ):
+            raise _mixing()
+        half = size // 2
+        rows = [part[:half] if has_rows(part, size) else part for part in whole.values]
         same = [part.shape for part in rows] == [part.shape for part in fewer]
-        if half and same and changed(rows, fewer, torch.ones(half, dtype=torch.bool), resized=True):
+        if half and same and changed(rows, fewer, everything[:half], resized=True):
             raise _mixing()
 
     def _plain(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -280,13 +294,27 @@ class _Trial:
         return responded
 
     def _passed(
-        self, inputs: tuple[Tensor, ...], rewind: Callable[[], None], keep: Tensor
+        self,
+        inputs: tuple[Tensor, ...],
+        rewind: Callable[[], None],
+        keep: Tensor,
+        back: Tensor | None = None,
     ) -> _Pass:
+        """``back`` puts the rows of the answers in the order of other passes."""
         rewind()
         answers = self._values(self._call, [part.clone() for part in inputs])
+        if back is not None:
+            answers = [
+                part[back.to(part.device)] if has_rows(part, len(back)) else part
+                for part in answers
+            ]
         copies = [part.detach().clone() for part in answers]
         values = [part if part.dim() else part.reshape(1) for part in copies]
         return _Pass(values, gradient(answers, keep, self._leaves))
+
+
+def _go_on() -> None:
+    """Random numbers that follow those of the pass before."""
 
 
 def _mixing() -> InputError:
