@@ -777,7 +777,8 @@ def test_complex_outputs_that_change_with_the_size_of_the_draw_are_refused_unpai
 
 
 class Placed(nn.Module):
-    """What a row gives depends on where it lies in the batch: on how many before it were drawn."""
+    """What a row gives depends on where it lies in the batch, and so on how many before it were
+    drawn; or on how many there are."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -788,11 +789,15 @@ class Placed(nn.Module):
         places = torch.arange(len(x))
         if self.kind == "positions along the wrong dimension":
             x = x + self.table[: len(x)]  # type: ignore[index]
-        elif self.kind == "every other row turned round":
+        elif self.kind == "every other row turned round" or (
+            self.kind == "only while training" and self.training
+        ):
             x = x * (1 - 2 * (places % 2))[:, None]
         out: Tensor = self.linear(x)
         if self.kind == "gradients of the first row alone":
             return torch.where((places < 1)[:, None], out, out.detach())
+        if self.kind == "gradients over the number of rows" and out.requires_grad:
+            out.register_hook(lambda grads: grads / len(grads))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -804,6 +809,8 @@ class Placed(nn.Module):
         "positions along the wrong dimension",
         "every other row turned round",
         "gradients of the first row alone",
+        "gradients over the number of rows",
+        "only while training",
     ],
 )
 def test_a_row_that_changes_with_its_place_is_refused_unpaid(

@@ -22,7 +22,8 @@ _LOOSE_HALF = 2e-2
 _LOOSEST = 0.2
 _LOOSE_GRADIENT = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOOSE_GRADIENT_HALF = 1e-1
-_REORDERED = 20.0  # times as much for sums in another order, which half precision may round last
+# How much more for sums in another order or by other kernels, which half precision may round last.
+_REORDERED, _REORDERED_GPU = 20.0, 100.0
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 
 
@@ -43,17 +44,21 @@ def near(parameter: Tensor) -> Tensor:
     return (whole + (noise * scale).to(whole.dtype)).requires_grad_(True)
 
 
-def gradient(answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+def gradient(
+    answers: Sequence[Tensor], keep: Tensor, leaves: Sequence[Tensor], of: int
+) -> list[Tensor]:
     """That of the kept rows, in a sum with fixed random weights; empty where there is none.
 
-    Of large ones a part. The graph behind the answers is gone afterwards.
+    The weights are the first ones of ``of`` rows. Of large gradients there is a part. The graph
+    behind the answers is gone afterwards.
     """
     total: Tensor | None = None
     for part in answers:
         if not (part.requires_grad and part.is_floating_point() and has_rows(part, len(keep))):
             continue
         generator = torch.Generator(part.device).manual_seed(0)
-        weights = torch.randn(part.shape, generator=generator, device=part.device)
+        shape = (of, *part.shape[1:])
+        weights = torch.randn(shape, generator=generator, device=part.device)[: len(part)]
         kept = keep.to(part.device)
         term = (part[kept] * weights[kept]).sum()
         total = term if total is None else total + term
@@ -98,7 +103,8 @@ def moved(before: list[Tensor], after: list[Tensor], *, reordered: bool = False)
     What is replaced may overflow, and zero times infinity reaches every row: only finite
     gradients tell.
 
-    reordered  the rows were added up in another order, so that more rounding is allowed for
+    reordered  the rows were added up in another order, or without others, so that more rounding is
+               allowed for
     """
     if len(before) != len(after):
         return False
@@ -109,7 +115,8 @@ def moved(before: list[Tensor], after: list[Tensor], *, reordered: bool = False)
             continue
         loose = _LOOSE_GRADIENT.get(_coarsest(grad), _LOOSE_GRADIENT_HALF)
         if reordered:
-            loose = min(_REORDERED * loose, _LOOSEST)
+            more = _REORDERED if grad.device.type == "cpu" else _REORDERED_GPU
+            loose = min(more * loose, _LOOSEST)
         # some gradients are zero but for roundings (of a bias before a softmax, say)
         allowed = loose * (size + 1e-3 * largest)
         if grad.numel() and float((now.double() - grad.double()).abs().max()) > allowed:

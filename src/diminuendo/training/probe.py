@@ -209,26 +209,19 @@ class _Trial:
         return None if None in (own, nearby) else False
 
     def refuse_places(self, inputs: tuple[Tensor, ...]) -> None:
-        """Raise where a row, or its gradient, changes with its place, or a row with how many others
-        there are: what lies before it, and how much, is drawn.
+        """Raise where a row, or its gradient, changes with its place, or with how many others there
+        are: what lies before it, and how much, is drawn.
 
-        In evaluation mode, and only where nothing is random: masks go by the places in a batch and
-        by its size.
+        Only where nothing is random, if need be in evaluation mode: masks go by the places in a
+        batch and by its size.
         """
         self._call, self._leaves = self._model, some_of(list(self._own.values()))
         modes = [(module, module.training) for module in self._model.modules()]
-        size = len(inputs[0])
-        everything = torch.ones(size, dtype=torch.bool)
         try:
-            self._model.eval()
             with torch.enable_grad(), same_randomness(self._model, inputs[0].device):
-                whole, again = (self._passed(inputs, _go_on, everything) for _ in range(2))
-                if changed(whole.values, again.values, everything):
-                    return
-                order = other_places(size)
-                placed = tuple([part[order.to(part.device)] for part in inputs])
-                other = self._passed(placed, _go_on, everything, order.argsort())
-                fewer = self._plain(tuple(part[: size // 2] for part in inputs))
+                if not self._refuse_as_it_is(inputs):
+                    self._model.eval()
+                    self._refuse_as_it_is(inputs)
         except DiminuendoError:
             raise
         except ERRORS:  # not every model takes any size and order
@@ -237,20 +230,42 @@ class _Trial:
             self._leaves = []
             for module, mode in modes:
                 module.training = mode
+
+    def _refuse_as_it_is(self, inputs: tuple[Tensor, ...]) -> bool:
+        """False where passes differ anyway."""
+        everything = torch.ones(len(inputs[0]), dtype=torch.bool)
+        whole, again = (self._passed(inputs, _go_on, everything) for _ in range(2))
+        if changed(whole.values, again.values, everything):
+            return False
         steady = not moved(whole.gradient, again.gradient)
+        self._refuse_other_order(inputs, whole, steady)
+        self._refuse_fewer(inputs, whole, steady)
+        return True
+
+    def _refuse_other_order(self, inputs: tuple[Tensor, ...], whole: _Pass, steady: bool) -> None:
+        order = other_places(len(inputs[0]))
+        everything = torch.ones(len(order), dtype=torch.bool)
+        placed = tuple([part[order.to(part.device)] for part in inputs])
+        other = self._passed(placed, _go_on, everything, back=order.argsort())
         if changed(whole.values, other.values, everything, resized=True) or (
             steady and moved(whole.gradient, other.gradient, reordered=True)
         ):
             raise _mixing()
-        half = size // 2
-        rows = [part[:half] if has_rows(part, size) else part for part in whole.values]
-        same = [part.shape for part in rows] == [part.shape for part in fewer]
-        if half and same and changed(rows, fewer, everything[:half], resized=True):
-            raise _mixing()
 
-    def _plain(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        answers = self._values(self._call, [part.clone() for part in inputs])
-        return [part.detach().clone() for part in answers]
+    def _refuse_fewer(self, inputs: tuple[Tensor, ...], whole: _Pass, steady: bool) -> None:
+        size = len(inputs[0])
+        half = size // 2
+        first = torch.arange(size) < half
+        among = self._passed(inputs, _go_on, first)
+        alone = tuple([part[:half] for part in inputs])
+        fewer = self._passed(alone, _go_on, first[:half], of=size)
+        rows = [part[:half] if has_rows(part, size) else part for part in whole.values]
+        if [part.shape for part in rows] != [part.shape for part in fewer.values]:
+            return
+        if changed(rows, fewer.values, first[:half], resized=True) or (
+            steady and moved(among.gradient, fewer.gradient, reordered=True)
+        ):
+            raise _mixing()
 
     def _call_near(self, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self._model, self._near, args, kwargs)
@@ -299,8 +314,10 @@ class _Trial:
         rewind: Callable[[], None],
         keep: Tensor,
         back: Tensor | None = None,
+        of: int | None = None,
     ) -> _Pass:
-        """``back`` puts the rows of the answers in the order of other passes."""
+        """``back`` puts the rows of the answers in the order of other passes; ``of`` says of how
+        many rows in other passes these are the first."""
         rewind()
         answers = self._values(self._call, [part.clone() for part in inputs])
         if back is not None:
@@ -310,7 +327,7 @@ class _Trial:
             ]
         copies = [part.detach().clone() for part in answers]
         values = [part if part.dim() else part.reshape(1) for part in copies]
-        return _Pass(values, gradient(answers, keep, self._leaves))
+        return _Pass(values, gradient(answers, keep, self._leaves, of or len(keep)))
 
 
 def _go_on() -> None:
