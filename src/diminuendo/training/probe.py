@@ -250,7 +250,7 @@ class _Trial:
         if changed(whole.values, other.values, everything, resized=True) or (
             steady and moved(whole.gradient, other.gradient, reordered=True)
         ):
-            raise _mixing()
+            raise _placed()
 
     def _refuse_fewer(self, inputs: tuple[Tensor, ...], whole: _Pass, steady: bool) -> None:
         size = len(inputs[0])
@@ -265,7 +265,7 @@ class _Trial:
         if changed(rows, fewer.values, first[:half], resized=True) or (
             steady and moved(among.gradient, fewer.gradient, reordered=True)
         ):
-            raise _mixing()
+            raise _placed()
 
     def _call_near(self, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self._model, self._near, args, kwargs)
@@ -335,11 +335,24 @@ def _go_on() -> None:
 
 
 def _mixing() -> InputError:
+    return _differs(
+        "The model or the loss mixes examples (by a mean over the batch, say: a loss needs "
+        'reduction="none"), so that clipping would not bound what one of them adds.'
+    )
+
+
+def _placed() -> InputError:
+    return _differs(
+        "It changes with its place in the batch, or with how many others there are (by positions "
+        "along the wrong dimension, or a division by the number of rows, say), so that clipping "
+        "would not bound what one example more changes in all of them."
+    )
+
+
+def _differs(remedy: str) -> InputError:
     return InputError(
         "the same whatever the other examples of the batch are",
         name="the loss of an example, and its gradient,",
         value="one that differs",
-        remedy="The model or the loss mixes examples (by a mean over the batch, "
-        'say: a loss needs reduction="none"), so that clipping would not bound '
-        "what one of them adds.",
+        remedy=remedy,
     )
