@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,31 @@ def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n(noise: NoiseName) 
     private.backward(LOSS(model(batch[0]), batch[1]))
     expected = noisy(expected, plan.sigmas[0] * 0.7, 3, noise=noise) / N
     torch.testing.assert_close(gradient(model), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_thread_is_refused_while_a_step_is_taken_and_charged_nothing() -> None:
+    model, found, others = make_model(), [], []
+    x, y = make_data()
+
+    def steps_elsewhere() -> None:
+        try:
+            private.backward(LOSS(model(x), y))
+        except Exception as error:
+            found.append(error)
+
+    def clip(step: int) -> Flat:
+        if step == 1 and not others:
+            others.append(threading.Thread(target=steps_elsewhere))
+            others[0].start()
+            others[0].join()
+        return Flat(0.7)
+
+    private = PrivateGradients(model, make_plan(), clip=clip)
+    for _ in range(2):
+        private.backward(LOSS(model(x), y))
+    assert len(found) == 1 and isinstance(found[0], UsageError)
+    assert "one thread at a time" in str(found[0])
+    assert private.step == private.spending.steps == 2
 
 
 def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:

@@ -40,6 +40,7 @@ from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
+from diminuendo.training.turns import OneThread
 
 if TYPE_CHECKING:
     from diminuendo.training.captured import Captured, Losses
@@ -170,6 +171,8 @@ class PrivateGradients:
         next step is paid for."""
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
+        self.alone = OneThread()
+        """Holds off other threads while a step is being taken."""
         self._begun = False
         self._checked_before = False
         self._part: Part | None = None
@@ -314,6 +317,10 @@ class PrivateGradients:
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
+        with self.alone:
+            self._backward(losses)
+
+    def _backward(self, losses: Tensor) -> None:
         self.engine.check_losses(losses)
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
