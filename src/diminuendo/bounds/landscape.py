@@ -329,5 +329,6 @@ def _no_momentum(name: str, beta: float | None) -> None:
             "left out where a spectrum is given",
             name="momentum",
             value=beta,
-            remedy=f"With momentum give kappa or gamma instead of {name}.",
+            remedy=f"With momentum give kappa or gamma instead of {name}, or what it makes of it: "
+            "influence=influence.spectrum(…, momentum=…, kind=…, lr=…), and lr as there.",
         )

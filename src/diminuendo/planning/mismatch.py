@@ -54,6 +54,13 @@ def forgetting(influence: Vector, lr: Vector | None) -> float:
     return max(float(kept[1] - kept[0]), 0.0) / length
 
 
+def _forgetting(plan: Plan, planned: Vector) -> float:
+    """The plan's own; of plans that do not know it, what the optimal noise says: σ_t² ∝ 1/√q_t."""
+    if plan.forgetting is not None:
+        return plan.forgetting
+    return forgetting((plan.sigmas / plan.rates) ** -4.0, planned)
+
+
 def mismatch(plan: Plan, lr: ArrayLike) -> Mismatch | None:
     """What following `plan` with learning rates lr (any unit) costs; None where they agree.
 
@@ -72,7 +79,7 @@ def mismatch(plan: Plan, lr: ArrayLike) -> Mismatch | None:
     step = int(np.argmax(np.abs(used - shares)))
     lengths = used * float(planned.max())
     later = np.append(np.cumsum(lengths[:0:-1])[::-1], 0.0)
-    log_q = 2 * np.log(np.maximum(lengths, 1e-100)) - (plan.forgetting or 0.0) * later
+    log_q = 2 * np.log(np.maximum(lengths, 1e-100)) - _forgetting(plan, planned) * later
     q = np.exp(np.maximum(log_q - log_q.max(), math.log(1e-200)))
     noise, rates = plan.sigmas / plan.rates, plan.rates
     left = float(np.sum(q * noise**2))
