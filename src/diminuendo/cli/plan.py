@@ -153,7 +153,7 @@ def _learning_rates(text: str) -> Any:
         return float(text)
     except ValueError:
         pass
-    if Path(text).suffix or Path(text).exists():
+    if Path(text).suffix or Path(text).is_file():
         return _files.read_numbers(text, name="lr", hint="One learning rate for each step.")
     return check_name(text, also=("joint",))
 
