@@ -214,6 +214,32 @@ def test_a_plan_whose_learning_rates_are_all_zero_is_none() -> None:
         dataclasses.replace(plan, lr=np.zeros(2))
 
 
+@pytest.mark.parametrize("planned", [None, "cosine"])
+@pytest.mark.parametrize(("gamma", "beta", "steps"), [(0.9, 0.9, 50), (0.95, 0.5, 200)])
+def test_the_cost_of_a_mismatch_with_momentum(
+    gamma: float, beta: float, steps: int, planned: str | None
+) -> None:
+    """It was up to 20 times too much: q_t falls at the end, whatever is forgotten before."""
+    plan = dim.plan(
+        BUDGET,
+        **LARGE,
+        gamma=gamma,
+        momentum=beta,
+        steps=steps,
+        **({"lr": planned} if planned else {}),
+    )
+    for used in (
+        influence.linear(steps, end=0.2),
+        influence.step_decay(steps, every=20, factor=0.5),
+    ):
+        cost = mismatch(plan, used)
+        q = influence.spectrum([1 - math.sqrt(gamma)], steps=steps, lr=used, momentum=beta)
+        left = float(np.sum(q * plan.sigmas**2)) * BUDGET.R
+        assert cost is not None
+        assert cost.over_planned == pytest.approx(left / np.sqrt(q).sum() ** 2, rel=0.02)
+        assert cost.over_uniform == pytest.approx(left / (steps * q.sum()), rel=0.02)
+
+
 def test_an_old_plan_says_what_a_fall_costs_from_its_noise() -> None:
     """It counted as one that forgets nothing: 24% less noise than uniform, where it is more."""
     plan = dim.plan(BUDGET, **LARGE, gamma=0.98, steps=100)

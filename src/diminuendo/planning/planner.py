@@ -19,7 +19,7 @@ from diminuendo.planning import text
 from diminuendo.planning.constants import Constants, Guesses
 from diminuendo.planning.gain import Ends, expected_gain
 from diminuendo.planning.joint import Together, joint_learning_rates
-from diminuendo.planning.mismatch import forgetting
+from diminuendo.planning.mismatch import forgetting_of
 from diminuendo.planning.noise import Schedule, noticed, scheduled_sigmas
 from diminuendo.planning.value import (
     MOST_STEPS,
@@ -209,7 +209,7 @@ def plan(
         lr=rates,
         gain=gain.gain,
         gain_error=gain.error,
-        forgetting=forgetting(q, rates),
+        forgetting=forgetting_of(known, q, rates),
     )
     _warn(result, preferred, bound_wanted=fixed is None)
     return result

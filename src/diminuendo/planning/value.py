@@ -52,7 +52,8 @@ class Plan:
                      same learning rates, as a share of the larger of that loss and the initial one.
                      With lr="joint": than with uniform noise and learning rates planned for it
     gain_error       what `gain` may be off by, in the same unit (see `planning.gain`)
-    forgetting       by how much ln(q_t/η_t²) falls with a unit of learning rate in later steps
+    forgetting       by how much a unit of learning rate in later steps lowers the logarithm of what
+                     noise leaves: of q_t/η_t², without momentum
 
     Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
     sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
