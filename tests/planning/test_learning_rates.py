@@ -226,7 +226,7 @@ def test_the_cost_of_a_mismatch_with_momentum(
         gamma=gamma,
         momentum=beta,
         steps=steps,
-        **({"lr": planned} if planned else {}),
+        lr=planned,
     )
     for used in (
         influence.linear(steps, end=0.2),
@@ -282,6 +282,7 @@ def test_gradient_of_the_joint_problem(options: dict[str, Any], sizes: np.ndarra
     one = problem(POWERS[:20], 1e-3, **options)
     lr = np.random.default_rng(1).uniform(0.1, 1.5, 6)
     _, gradient = one._evaluate(lr, sizes)
+    assert one.loss(lr) == pytest.approx(one._evaluate(lr, np.ones(6))[0], rel=1e-12)
     for k in range(6):
         move = 1e-6 * np.eye(6)[k]
         above, below = one._evaluate(lr + move, sizes)[0], one._evaluate(lr - move, sizes)[0]

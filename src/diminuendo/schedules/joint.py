@@ -58,7 +58,15 @@ class JointProblem:
 
     def loss(self, lr: Vector) -> float:
         """The expected loss of T steps with these learning rates, as a share of the initial one."""
-        return self._evaluate(lr, np.ones(lr.size))[0]
+        log_left = self._left(lr)[0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            after = np.cumsum(log_left[::-1], axis=0)[::-1]
+            final = float(self.shares @ np.exp(after[0]))
+            reached = np.append(np.exp(after[1:]) @ self.weights, self.weights.sum())
+            q = np.maximum(lr**2 * reached, 1e-290)
+            planned = float((q**self.power).sum()) ** (1 / self.power)
+            loss = final + self.alpha * planned + self.sampling * float(q.sum())
+        return loss if math.isfinite(loss) else _DIVERGED
 
     def bias(self, lr: Vector) -> float:
         """What these learning rates leave of the start, as a share of the initial loss."""
