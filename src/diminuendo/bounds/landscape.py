@@ -287,7 +287,7 @@ def _quadratic(spectrum: Any, size: float) -> Quadratic:
         origin = "a measured Hessian spectrum"
         if not getattr(spectrum, "private", True):
             origin += ", measured on the private data and not paid for: the plan is NOT PRIVATE,"
-    _validate.positive("max(spectrum)", values.max())
+    _validate.positive("max(spectrum)", float(values.max()))
     sentence = f"Known about the loss: {origin} of {values.size} eigenvalues."
     return Quadratic(values, size, sentence, weights)
 

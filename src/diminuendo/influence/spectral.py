@@ -61,7 +61,7 @@ def spectrum(
     steps = _validate.count("steps", steps)
     size = _validate.real("step_size", step_size, above=0, below=2, remedy="In units of 1/M.")
     largest = _validate.positive(
-        "max(eigenvalues)", values.max(), remedy="A flat loss has no influence to plan with."
+        "max(eigenvalues)", float(values.max()), remedy="A flat loss has no influence to plan with."
     )
     shares = np.ones_like(values) if weights is None else _validate.vector("weights", weights)
     _validate.same_length("weights", shares, "eigenvalues", values)
