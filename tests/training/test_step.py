@@ -70,7 +70,8 @@ def test_a_second_thread_is_refused_while_a_step_is_taken_and_charged_nothing() 
     private = PrivateGradients(model, make_plan(), clip=clip)
     for _ in range(2):
         private.backward(LOSS(model(x), y))
-    assert len(found) == 1 and isinstance(found[0], UsageError)
+    assert len(found) == 1
+    assert isinstance(found[0], UsageError)
     assert "one thread at a time" in str(found[0])
     assert private.step == private.spending.steps == 2
 
