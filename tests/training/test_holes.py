@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import diminuendo as dim
 from diminuendo.errors import InputError, UsageError
 from diminuendo.spending import PlanSpending
-from diminuendo.training import PrivateGradients, fit
+from diminuendo.training import PrivateGradients, fit, probe
 from diminuendo.training.sampling import Part, draw
 from diminuendo.training.seeds import Seeds
 
@@ -851,6 +851,36 @@ def test_what_is_random_or_rounded_by_place_is_fine(own: bool, always: bool) -> 
         assert looped(PrivateGradients(Masked(D, 3), plan)).step == LINEAR.steps
     else:
         assert run(Masked(D, 3), plan).status == "done"
+
+
+def test_what_is_drawn_is_not_told_from_values() -> None:
+    """Two draws that happen to agree do not make a model one that nothing is random in."""
+
+    class Seldom(nn.Linear):
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            torch.rand(len(x))  # whom to drop: nobody, but for the third pass
+            return super().forward(x) * (self.passes != 3)
+
+    model = Seldom(D, 3)
+    trial = probe._Trial(model, lambda call, inputs: [call(inputs[0])])
+    trial.refuse_places((torch.randn(6, D),))
+    assert model.passes == 2  # in training and in evaluation mode
+
+
+def test_norms_of_float32_in_a_model_of_float64_are_fine() -> None:
+    """As published models compute them; sums over rows in another order round otherwise."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            single = x.float()
+            rounded = single * (1 + 1e-7 * torch.arange(len(x)).view(-1, 1))
+            return super().forward(rounded.to(x.dtype))
+
+    trial = probe._Trial(Mixed(D, 3).double(), lambda call, inputs: [call(inputs[0])])
+    trial.refuse_places((torch.randn(6, D, dtype=torch.float64),))
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,7 +104,7 @@ def moved(before: list[Tensor], after: list[Tensor], *, reordered: bool = False)
     gradients tell.
 
     reordered  the rows were added up in another order, or without others, so that more rounding is
-               allowed for
+               allowed for; no less than float32's, which many a model of float64 computes norms in
     """
     if len(before) != len(after):
         return False
@@ -115,6 +115,7 @@ def moved(before: list[Tensor], after: list[Tensor], *, reordered: bool = False)
             continue
         loose = _LOOSE_GRADIENT.get(_coarsest(grad), _LOOSE_GRADIENT_HALF)
         if reordered:
+            loose = max(loose, _LOOSE_GRADIENT[torch.float32])
             more = _REORDERED if grad.device.type == "cpu" else _REORDERED_GPU
             loose = min(more * loose, _LOOSEST)
         # some gradients are zero but for roundings (of a bias before a softmax, say)
@@ -178,8 +179,9 @@ def changed(
     """Whether rows that were kept and finite have other values.
 
     resized  the batches have other sizes, so that a library may have used other kernels: more
-             rounding is allowed for, on a GPU as much as TF32 brings, and whole numbers, which may
-             come from a comparison of rounded ones, are left out
+             rounding is allowed for, no less than float32's, which many a model of float64 computes
+             norms in, on a GPU as much as TF32 brings; and whole numbers, which may come from a
+             comparison of rounded ones, are left out
     """
     if [part.shape for part in base] != [part.shape for part in other]:
         return True
@@ -192,6 +194,7 @@ def changed(
             continue
         loose = _LOOSE.get(_coarsest(rows), _LOOSE_HALF)
         if resized:
+            loose = max(loose, _LOOSE[torch.float32])
             loose = min((10 if rows.device.type == "cpu" else 100) * loose, _LOOSEST)
         exact = rows.double()
         size = exact.nan_to_num(0.0, 0.0, 0.0).abs().mean(0).clamp(max=1.0)
@@ -206,31 +209,53 @@ def _coarsest(part: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else part.dtype
 
 
+class Randomness:
+    """The generators that a model may draw from, as they were in the beginning."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        self._own = [
+            part
+            for module in model.modules()
+            for part in vars(module).values()
+            if isinstance(part, torch.Generator)
+        ]
+        self._numbers, self._arrays = _global_states()
+        self._states = self._tensors()
+
+    def _tensors(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(each) for each in self._cuda]
+        return [torch.get_rng_state(), *cuda, *(each.get_state() for each in self._own)]
+
+    def rewind(self) -> None:
+        """Set them back."""
+        random.setstate(self._numbers)
+        np.random.set_state(self._arrays)  # noqa: NPY002
+        torch.set_rng_state(self._states[0])
+        rest = iter(self._states[1:])
+        for each in self._cuda:
+            torch.cuda.set_rng_state(next(rest), each)
+        for generator in self._own:
+            generator.set_state(next(rest))
+
+    def drawn(self) -> bool:
+        """Whether anything was drawn since then."""
+        numbers, arrays = _global_states()
+        if numbers != self._numbers or not all(map(np.array_equal, arrays, self._arrays)):
+            return True
+        return not all(map(torch.equal, self._tensors(), self._states))
+
+
+def _global_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002  a model may use them
+
+
 @contextmanager
-def same_randomness(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """A function that sets the generators back to where they were; in the end they are there."""
-    cuda = [device] if device.type == "cuda" else []
-    numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  a model may use them
-    own = [
-        (part, part.get_state())
-        for module in model.modules()
-        for part in vars(module).values()
-        if isinstance(part, torch.Generator)
-    ]
-    with torch.random.fork_rng(cuda):
-        start = torch.get_rng_state()
-        starts = [torch.cuda.get_rng_state(each) for each in cuda]
-
-        def rewind() -> None:
-            random.setstate(numbers)
-            np.random.set_state(arrays)  # noqa: NPY002
-            torch.set_rng_state(start)
-            for generator, state in own:
-                generator.set_state(state)
-            for each, state in zip(cuda, starts, strict=True):
-                torch.cuda.set_rng_state(state, each)
-
+def same_randomness(model: nn.Module, device: torch.device) -> Iterator[Randomness]:
+    """Generators that can be set back to where they were; in the end they are there."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        randomness = Randomness(model, device)
         try:
-            yield rewind
+            yield randomness
         finally:
-            rewind()
+            randomness.rewind()

@@ -21,6 +21,7 @@ from torch.utils import _pytree
 from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.training.kept import (
     ERRORS,
+    Randomness,
     changed,
     differs,
     gradient,
@@ -218,10 +219,10 @@ class _Trial:
         self._call, self._leaves = self._model, some_of(list(self._own.values()))
         modes = [(module, module.training) for module in self._model.modules()]
         try:
-            with torch.enable_grad(), same_randomness(self._model, inputs[0].device):
-                if not self._refuse_as_it_is(inputs):
+            with torch.enable_grad(), same_randomness(self._model, inputs[0].device) as start:
+                if not self._refuse_as_it_is(inputs, start):
                     self._model.eval()
-                    self._refuse_as_it_is(inputs)
+                    self._refuse_as_it_is(inputs, start)
         except DiminuendoError:
             raise
         except ERRORS:  # not every model takes any size and order
@@ -231,10 +232,13 @@ class _Trial:
             for module, mode in modes:
                 module.training = mode
 
-    def _refuse_as_it_is(self, inputs: tuple[Tensor, ...]) -> bool:
-        """False where passes differ anyway."""
+    def _refuse_as_it_is(self, inputs: tuple[Tensor, ...], start: Randomness) -> bool:
+        """False where something is drawn, even if it leaves all as it is, or passes differ."""
         everything = torch.ones(len(inputs[0]), dtype=torch.bool)
-        whole, again = (self._passed(inputs, _go_on, everything) for _ in range(2))
+        whole = self._passed(inputs, start.rewind, everything)
+        if start.drawn():
+            return False
+        again = self._passed(inputs, _go_on, everything)
         if changed(whole.values, again.values, everything):
             return False
         steady = not moved(whole.gradient, again.gradient)
@@ -285,11 +289,11 @@ class _Trial:
     def _responds(self, inputs: tuple[Tensor, ...]) -> bool | None:
         size, responded = inputs[0].shape[0], None
         keeps = halves(size)
-        with torch.enable_grad(), same_randomness(self._model, inputs[0].device) as rewind:
+        with torch.enable_grad(), same_randomness(self._model, inputs[0].device) as start:
             steady = True  # a backward pass that is never the same tells nothing
             bases = []
             for keep in keeps:
-                base, again = (self._passed(inputs, rewind, keep) for _ in range(2))
+                base, again = (self._passed(inputs, start.rewind, keep) for _ in range(2))
                 if changed(base.values, again.values, torch.ones(size, dtype=torch.bool)):
                     return None
                 steady = steady and not moved(base.gradient, again.gradient)
@@ -297,7 +301,7 @@ class _Trial:
             for keep, base in zip(keeps, bases, strict=True):
                 for replaced in replacements(inputs, keep):
                     try:
-                        other = self._passed(replaced, rewind, keep)
+                        other = self._passed(replaced, start.rewind, keep)
                     except ERRORS:  # not what the model takes
                         continue
                     if changed(base.values, other.values, keep) or (

@@ -294,6 +294,19 @@ def test_sums_of_many_examples_are_as_close_as_they_claim(aligned: bool) -> None
         assert torch.allclose(a.double(), b, rtol=1e-3, atol=1e-5)
 
 
+def test_sums_of_convolutions_whose_channels_come_last() -> None:
+    """As some models lay out their pictures: gradients come in the same layout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 40, 4, 4))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(12, 3, 8, 8).to(memory_format=torch.channels_last)
+    with Engine(model) as engine:
+        rough = engine.clipped_sum(model(x).flatten(1).sum(1), Flat(1.0))
+        exact = engine.clipped_sum(model(x).flatten(1).sum(1), Flat(1.0), certify=True)
+    for a, b in zip(rough.sums, exact.sums, strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution", "groups"])
 def test_a_sum_that_is_off_is_noticed_and_made_again(
     kind: str, monkeypatch: pytest.MonkeyPatch

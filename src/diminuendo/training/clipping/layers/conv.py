@@ -382,12 +382,12 @@ class _Convolved(Term):
 
     def probe(self, total: Tensor, vectors: Tensor) -> Tensor:
         count = vectors.shape[1]
-        ours = total.double().view(self.groups, self.filters, -1)
+        ours = total.double().reshape(self.groups, self.filters, -1)
         sketch = torch.matmul(vectors.t(), ours)
         filters = vectors.new_empty(self.groups * count, *total.shape[1:])  # only its shape matters
         for grads, x in self._blocks():
             split = grads.reshape(len(grads), self.groups, self.filters, -1)
-            mixed = torch.matmul(vectors.t(), split).view(len(grads), -1, *grads.shape[2:])
+            mixed = torch.matmul(vectors.t(), split).reshape(len(grads), -1, *grads.shape[2:])
             part = self.piece.weight_gradient(mixed, x, filters, self.groups)
             sketch.sub_(part.reshape(sketch.shape))
         return sketch.square_().sum()
