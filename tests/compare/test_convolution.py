@@ -172,6 +172,7 @@ def test_pools_say_how_their_features_lie(tmp_path: Path, monkeypatch: pytest.Mo
         del folder
         shape = (4, 3, 32, 32) if key == "cifar10" else (4, 1, 28, 28)
         few = np.random.default_rng(3).integers(0, 256, size=shape).astype(np.uint8)
+        few.setflags(write=False)  # as they are read from a file
         labels = np.array([0, 1, 2, 3], dtype=np.uint8)
         return tmp_path, cifar.Cifar(few, labels, few[:2], labels[:2])
 

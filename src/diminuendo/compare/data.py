@@ -268,7 +268,7 @@ def _pixels(key: str) -> Callable[[Path | None], Pool]:
     def load(folder: Path | None) -> Pool:
         _, found = _images(folder, key)
         x, test_x = (
-            _with_intercept(torch.from_numpy(images).flatten(1) / 255 - _CENTRES[key])
+            _with_intercept(torch.from_numpy(images / np.float32(255)).flatten(1) - _CENTRES[key])
             for images in (found.images, found.test_images)
         )
         source = f"{key}: {len(x):,} to draw from, {len(test_x):,} for testing"
