@@ -88,7 +88,7 @@ def vector(name: str, values: ArrayLike, *, positive: bool = True, remedy: str =
         if raw.dtype.kind == "O" and any(isinstance(v, (str, bool)) for v in raw.flat):
             raise TypeError
         array = np.array(raw, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(expected, name=name, value=values, remedy=remedy) from None
     if array.ndim != 1 or array.size == 0:
         raise InputError(expected, name=name, value=array.tolist(), remedy=remedy)

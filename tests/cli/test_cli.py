@@ -120,6 +120,17 @@ def test_plan_for_learning_rates(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "gain" in capsys.readouterr().out
 
 
+def test_a_folder_of_that_name_is_no_file_of_learning_rates(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`reproduce joint --out joint` leaves such a folder, and then no joint plan could be made."""
+    (tmp_path / "joint").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sampled = [*PLAN, "--kappa", "20", "--lr", "joint", "--steps", "8", "--sampling-rate", "0.1"]
+    loud = run_json(capsys, *sampled)["lr"]
+    assert sum(loud) < sum(run_json(capsys, *sampled, "--gradient-norm", "0")["lr"])
+
+
 def test_account_takes_the_rate_of_what_will_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

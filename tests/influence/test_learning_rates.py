@@ -117,6 +117,24 @@ def test_spectrum_is_the_simulated_quadratic(name: str, kind: MomentumKind | Non
         assert abs(losses.mean() - q[step]) <= 5 * losses.std() / math.sqrt(200) + 1e-280
 
 
+@pytest.mark.parametrize("kind", ["heavy-ball", "nesterov"])
+@pytest.mark.parametrize("lr", [None, influence.cosine(40)])
+def test_pytorchs_momentum_from_a_rate(kind: MomentumKind, lr: Any) -> None:
+    """On the quadratic on which plain steps of length 1/M converge at that rate."""
+    curvature = 0.1
+    run = partial(influence.momentum, gamma=(1 - curvature) ** 2, steps=40, lr=lr, kind=kind)
+    rates = np.ones(40) if lr is None else lr
+    expected = influence.response(np.array([curvature]), rates, momentum=0.7, kind=kind)
+    np.testing.assert_allclose(run(beta=0.7), expected.influence)
+    plain = influence.response(np.array([curvature]), rates)
+    np.testing.assert_allclose(run(beta=0.0), plain.influence)
+    with pytest.raises(dim.InputError, match="one of average, heavy-ball, nesterov"):
+        influence.momentum(gamma=0.9, beta=0.5, steps=3, kind="nesterow")  # type: ignore[arg-type]
+    edge = 2 * 1.7 / 2.4 if kind == "nesterov" else 2.0
+    with pytest.raises(dim.InputError, match=rf"at most {edge:.6g}.*got 2.5"):
+        influence.momentum(gamma=0.9, beta=0.7, steps=3, lr=[1, 1, 2.5], kind=kind)
+
+
 @settings(max_examples=30)
 @given(
     curvature=st.floats(0.01, 1),

@@ -549,3 +549,10 @@ def test_what_pays_may_be_made_by_the_ledger(tmp_path: Path) -> None:
     assert (result.status, result.ledger["run"]) == ("done", ledger.runs("b")[0].id)
     with pytest.raises(dim.InputError, match="seed"):
         run(make_model(), make_plan(), spending=ledger.pay("b", make_plan()), seed=1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_run_without_gradients_is_refused_first(mode: Any, tmp_path: Path) -> None:
+    with mode(), pytest.raises(dim.UsageError, match=r"leave torch\.no_grad\(\)"):
+        run(LINEAR.model(), LINEAR.plan(sampling_rate=0.3), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -776,6 +776,83 @@ def test_complex_outputs_that_change_with_the_size_of_the_draw_are_refused_unpai
     assert private.spending.steps == 0
 
 
+class Placed(nn.Module):
+    """What a row gives depends on where it lies in the batch, and so on how many before it were
+    drawn; or on how many there are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(D, 3)
+        self.register_buffer("table", torch.randn(500, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x))
+        if self.kind == "positions along the wrong dimension":
+            x = x + self.table[: len(x)]  # type: ignore[index]
+        elif self.kind == "every other row turned round" or (
+            self.kind == "only while training" and self.training
+        ):
+            x = x * (1 - 2 * (places % 2))[:, None]
+        out: Tensor = self.linear(x)
+        if self.kind == "gradients of the first row alone":
+            return torch.where((places < 1)[:, None], out, out.detach())
+        if self.kind == "gradients over the number of rows" and out.requires_grad:
+            out.register_hook(lambda grads: grads / len(grads))  # type: ignore[no-untyped-call]
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "positions along the wrong dimension",
+        "every other row turned round",
+        "gradients of the first row alone",
+        "gradients over the number of rows",
+        "only while training",
+    ],
+)
+def test_a_row_that_changes_with_its_place_is_refused_unpaid(
+    kind: str, rate: float, own: bool
+) -> None:
+    plan = LINEAR.plan() if rate == 1 else sampled(rate)
+    spending = PlanSpending(plan)
+
+    def train() -> None:
+        if own:
+            looped(PrivateGradients(Placed(kind), plan, spending=spending, seed=1))
+        else:
+            run(Placed(kind), plan, spending=spending, seed=1)
+
+    with pytest.raises(InputError, match=r"whatever the other examples.*its place in the batch"):
+        train()
+    assert not spending.granted
+
+
+class Halved(nn.Linear):
+    """Products in half precision within a model of float32: sums over rows in another order are
+    rounded otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("always", [False, True])
+def test_what_is_random_or_rounded_by_place_is_fine(own: bool, always: bool) -> None:
+    class Masked(Halved):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.dropout(x, 0.2, self.training or always))
+
+    plan = sampled()
+    if own:
+        assert looped(PrivateGradients(Masked(D, 3), plan)).step == LINEAR.steps
+    else:
+        assert run(Masked(D, 3), plan).status == "done"
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_mixtures_behind_an_embedding_whose_gradients_are_sparse(own: bool) -> None:
     class Sparse(nn.Module):

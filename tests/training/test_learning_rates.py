@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,44 @@ def test_a_loop_of_its_own_is_told_that_falling_noise_is_for_a_constant_rate() -
     with pytest.warns(dim.PlanWarning, match=r"step 2 is .*plan has 0.2: .*constant one. Plan for"):
         fall(make_plan(gamma=0.95))
     fall(make_plan(gamma=0.95, schedule="uniform"))
+
+
+@pytest.mark.parametrize("falling", [True, False])
+def test_a_run_that_begins_or_ends_at_a_learning_rate_of_zero_is_finite(falling: bool) -> None:
+    """It ended at NaN with the budget spent: noise that is infinite in float32, times zero."""
+    rates = np.linspace(1, 0, STEPS) if falling else np.minimum(np.arange(STEPS) / 5, 1)
+    for beta in (0.0, 0.9):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=beta)
+        run(model, make_plan(gamma=0.95, lr=rates), optimizer=optimizer)
+        assert all(bool(torch.isfinite(part).all()) for part in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("planned", "used", "said"),
+    [
+        ([0.0, 0.5, 1.0], [0.1, 0.1, 0.1], "step 1 is 0.1, where the plan has 0:"),
+        (None, [0.0, 0.1, 0.2], "step 1 is 0, where the plan has one above 0"),
+        ([0.0, 0.5, 1.0], [0.0, 0.1, 0.2], None),
+    ],
+)
+def test_a_loop_of_its_own_that_begins_at_zero(
+    planned: list[float] | None, used: list[float], said: str | None
+) -> None:
+    plan = make_plan(gamma=0.95, lr=planned, steps=3)
+    model = make_model()
+    private = PrivateGradients(model, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rate, (x, y) in zip(used, private.batches(LINEAR.data()), strict=True):
+            private.backward(LOSS(model(x), y))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+    private.close()
+    told = [str(one.message) for one in caught if isinstance(one.message, dim.PlanWarning)]
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
 
 
 def test_a_run_that_is_told_leaves_the_others_alone() -> None:

@@ -521,6 +521,46 @@ def test_blank_rows_want_a_loss_each() -> None:
     assert private.spending.steps == 0
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "turned round", "rolled", "a dict"])
+def test_rows_in_another_order_would_count_as_blank_ones(kind: str) -> None:
+    """Which rows are examples is told by their places: of a shuffled batch others would count, and
+    one example more would change which."""
+
+    def other(rows: Tensor) -> Tensor:
+        if kind in ("shuffled", "a dict"):
+            return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]
+        return rows.flip(0) if kind == "turned round" else rows.roll(7, 0)
+
+    model, (x, y) = LINEAR.model(), LINEAR.data()
+    private = PrivateGradients(model, planned(), seed=0, pad=True)
+    rows = [{"x": row, "y": label} for row, label in zip(x, y, strict=True)]
+    batch = next(private.batches(rows if kind == "a dict" else (x, y)))
+    with pytest.raises(dim.InputError, match="in the order in which they were drawn"):
+        model(other(batch["x"] if kind == "a dict" else batch[0]))
+    assert private.spending.steps == 0
+
+
+def _longest_first(rows: Tensor) -> Tensor:
+    return rows.abs().sum(1).argsort(descending=True)  # and the blank ones last
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda x: x + 1,
+        lambda x: torch.randn_like(x),
+        lambda x: torch.zeros_like(x) + x[0],
+        lambda x: x[_longest_first(x)],
+    ],
+)
+def test_blank_rows_may_be_prepared_as_the_others_are(prepare: Callable[[Tensor], Tensor]) -> None:
+    model = LINEAR.model()
+    private = PrivateGradients(model, planned(), seed=0, pad=True)
+    for x, y in private.batches(LINEAR.data()):
+        private.backward(LOSS(model(prepare(x)), y))
+    assert private.step == planned().steps
+
+
 @pytest.mark.parametrize("pad", ["yes", 1, None])
 def test_pad_is_true_or_false(pad: Any) -> None:
     if pad is not None:  # as it is best where it runs

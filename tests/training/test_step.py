@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from torch.utils.data import Dataset
 
 import diminuendo as dim
 from diminuendo.accounting import GaussianFilter
+from diminuendo.errors import UsageError
 from diminuendo.spending import AdaptiveSpending, PlanSpending
 from diminuendo.training import Automatic, Flat, PerLayer, PrivateGradients, Released
 from diminuendo.training.clipping import EngineError
 from diminuendo.training.mechanism import NoiseName
+from diminuendo.training.sampling import Part
 from diminuendo.training.seeds import Seeds
 
 N, D = PERCEPTRON.examples, PERCEPTRON.features
@@ -45,6 +48,32 @@ def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n(noise: NoiseName) 
     private.backward(LOSS(model(batch[0]), batch[1]))
     expected = noisy(expected, plan.sigmas[0] * 0.7, 3, noise=noise) / N
     torch.testing.assert_close(gradient(model), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_thread_is_refused_while_a_step_is_taken_and_charged_nothing() -> None:
+    model, found, others = make_model(), [], []
+    x, y = make_data()
+
+    def steps_elsewhere() -> None:
+        try:
+            private.backward(LOSS(model(x), y))
+        except Exception as error:
+            found.append(error)
+
+    def clip(step: int) -> Flat:
+        if step == 1 and not others:
+            others.append(threading.Thread(target=steps_elsewhere))
+            others[0].start()
+            others[0].join()
+        return Flat(0.7)
+
+    private = PrivateGradients(model, make_plan(), clip=clip)
+    for _ in range(2):
+        private.backward(LOSS(model(x), y))
+    assert len(found) == 1
+    assert isinstance(found[0], UsageError)
+    assert "one thread at a time" in str(found[0])
+    assert private.step == private.spending.steps == 2
 
 
 def test_noise_has_the_planned_deviation_and_is_fresh_each_step() -> None:
@@ -177,6 +206,30 @@ def test_noise_follows_the_sensitivity_of_the_clip(clip: Any, sensitivity: float
     private.backward((model(make_data()[0]) * 0).sum(1))
     noise = noisy(torch.zeros_like(gradient(model)), plan.sigmas[0] * sensitivity, 9)
     torch.testing.assert_close(gradient(model), noise / N)
+
+
+def test_a_step_has_one_clip_whoever_asks_for_it() -> None:
+    """A recording is looked up by the clip, made with it, and paid for by it: three questions."""
+    norms = iter([1.0, 2.0, 3.0, 4.0])
+    private = PrivateGradients(make_model(), make_plan(), clip=lambda _: Flat(next(norms)))
+    looked_up = private._clip_of(private.step)
+    paid = private._pay()
+    assert looked_up == paid.clip == Flat(1.0)
+    private._begin_step(paid, None)
+    private.clip = Flat(5.0)  # from the next step on
+    assert private._clip_of(private.step) == Flat(1.0)
+    private._abandon()
+    assert private._pay().clip == Flat(5.0)
+
+
+def test_a_first_part_out_of_turn_is_not_paid_for_by_a_replay() -> None:
+    """Nor is the rest of a step of which it would take the place: as in `backward`."""
+    private = PrivateGradients(make_model(), make_plan())
+    private.begin()
+    private._begin_step(private._pay(), None)
+    with pytest.raises(UsageError, match="drawn for step 1, and the next step to take is 2"):
+        private._open_recorded(Part(0, first=True, last=False, size=N, parts=2))
+    assert private.spending.steps == private.step == 1
 
 
 def test_a_policy_is_held_by_its_filter() -> None:

@@ -287,7 +287,7 @@ def _quadratic(spectrum: Any, size: float) -> Quadratic:
         origin = "a measured Hessian spectrum"
         if not getattr(spectrum, "private", True):
             origin += ", measured on the private data and not paid for: the plan is NOT PRIVATE,"
-    _validate.positive("max(spectrum)", values.max())
+    _validate.positive("max(spectrum)", float(values.max()))
     sentence = f"Known about the loss: {origin} of {values.size} eigenvalues."
     return Quadratic(values, size, sentence, weights)
 
@@ -329,5 +329,6 @@ def _no_momentum(name: str, beta: float | None) -> None:
             "left out where a spectrum is given",
             name="momentum",
             value=beta,
-            remedy=f"With momentum give kappa or gamma instead of {name}.",
+            remedy=f"With momentum give kappa or gamma instead of {name}, or what it makes of it: "
+            "influence=influence.spectrum(…, momentum=…, kind=…, lr=…), and lr as there.",
         )

@@ -54,11 +54,12 @@ def under_learning_rates(
 ) -> Run:
     """The landscape of T steps with these learning rates, at most `max_lr` (or what is stable)."""
     if isinstance(loss, Curve):
-        raise InputError(
-            "left out where an influence curve is given",
-            name="lr",
-            value=lr,
-            remedy="A measured curve already holds the learning rates of its runs.",
+        values = loss.influence(steps)
+        return Run(
+            learning_rates(lr, steps, limit=_limit(math.inf, max_lr)),
+            values,
+            loss.bias(steps),
+            f"{loss.description} It is taken to be that of runs with these learning rates.",
         )
     if isinstance(loss, GradientDescent):
         rates = learning_rates(lr, steps, limit=_rate_limit(2.0, max_lr))
@@ -119,7 +120,7 @@ def joint_problem(loss: Landscape, alpha: float, *, max_lr: float | None = None)
             "η_1…η_T where an influence curve is given",
             name="lr",
             value="joint",
-            remedy="A measured curve already holds the learning rates of its runs. Give a "
+            remedy="A measured curve holds the learning rates of its runs: say which. Give a "
             "spectrum, kappa or gamma instead, and both are planned.",
         )
     raise InputError(

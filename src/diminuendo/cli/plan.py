@@ -69,12 +69,20 @@ def plan(
         typer.Option(
             help="Learning rates that training will use: constant, cosine or linear (from 1 to "
             "0), a JSON or CSV file with one for each step, or joint to plan them too. In "
-            "units of 1/M; with --spectrum, of one over an eigenvalue."
+            "units of 1/M; with --spectrum, of one over an eigenvalue; with --influence, those it "
+            "was measured with."
         ),
     ] = None,
     max_lr: Annotated[
         float | None, typer.Option(help="The longest step, in the unit of --lr.")
     ] = None,
+    gradient_norm: Annotated[
+        float,
+        typer.Option(
+            help="For --lr joint with a sampling rate: root mean square of the clipped gradients' "
+            "norms over the clip norm; decides the noise of sampling itself."
+        ),
+    ] = 1.0,
     relation: RelationName = "add-remove",
     conversion: ConversionName = "exact",
     output: Annotated[
@@ -119,6 +127,7 @@ def plan(
             sampling_rate=rates,
             lr=None if lr is None else _learning_rates(lr),
             max_lr=max_lr,
+            gradient_norm=gradient_norm,
         )
     if output is not None:
         _files.write_text(output, made.to_json() + "\n")
@@ -144,7 +153,7 @@ def _learning_rates(text: str) -> Any:
         return float(text)
     except ValueError:
         pass
-    if Path(text).suffix or Path(text).exists():
+    if Path(text).suffix or Path(text).is_file():
         return _files.read_numbers(text, name="lr", hint="One learning rate for each step.")
     return check_name(text, also=("joint",))
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from diminuendo import _later
 from diminuendo.influence.closed_forms import (
-    FLOOR,
     exponential,
     gradient_descent,
     momentum,
     momentum_split,
     momentum_two_phase,
 )
+from diminuendo.influence.floor import FLOOR
 from diminuendo.influence.learning_rates import (
     constant,
     cosine,

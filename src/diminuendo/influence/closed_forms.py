@@ -11,10 +11,9 @@ from scipy.linalg import solve_banded
 from diminuendo import _validate
 from diminuendo._validate import Vector
 from diminuendo.errors import InputError
+from diminuendo.influence.floor import FLOOR
 from diminuendo.influence.learning_rates import LearningRates, learning_rates
-
-FLOOR = 1e-280
-"""The least influence ever returned, relative to its scale."""
+from diminuendo.influence.spectral import KINDS, MomentumKind, longest_stable, response
 
 
 def _check_gamma(gamma: float) -> float:
@@ -103,6 +102,7 @@ def momentum(
     beta: float,
     steps: int,
     lr: LearningRates | None = None,
+    kind: MomentumKind = "average",
 ) -> Vector:
     """q_i = Σ_{t≥i} γ^{T−t} ((1−β)/(1−β^t))² β^{2(t−i)}: the coefficients of σ_i² in U₃, exactly.
 
@@ -116,11 +116,20 @@ def momentum(
     lr      l_1…l_T, learning rates relative to the one that γ belongs to, in (0, 1/(1−γ)]: step t
             then contracts by 1 − (1−γ)l_t and its average arrives with l_t² (a choice, not part of
             the theorem, which knows a constant learning rate only)
+    kind    "average" is the theorem's. "heavy-ball" and "nesterov" (PyTorch's) are those of a
+            quadratic on which plain steps of length 1/M converge at the rate γ; lr is then in
+            units of 1/M, 1 unless given
 
     Returns q_1…q_T, positive, without unit.
     """
     gamma, beta = _check_gamma(gamma), _check_beta(beta)
     steps = _validate.count("steps", steps)
+    if _validate.choice("kind", kind, KINDS) != "average":
+        memory = None if beta == 0 else beta
+        limit = longest_stable(memory, kind)
+        rates = learning_rates(1.0 if lr is None else lr, steps, limit=limit)
+        curvature = np.array([1 - math.sqrt(gamma)])
+        return response(curvature, rates, momentum=memory, kind=kind).influence
     if lr is None:
         own = _powers(gamma, np.arange(steps - 1, -1, -1.0))
     else:

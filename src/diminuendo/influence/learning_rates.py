@@ -26,7 +26,8 @@ NAMED = ("constant", "linear", "cosine")
 """Shapes that `lr=` takes by name: from 1 in the first step, the last two towards 0."""
 
 
-_TAKEN = "a number, an array, a function of t, or a function from an optimizer to a scheduler"
+_LISTED = "an array, a function of t, or a function from an optimizer to a scheduler"
+_TAKEN = f"a number, {_LISTED}"
 
 
 def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) -> Vector:
@@ -45,7 +46,7 @@ def learning_rates(lr: LearningRates, steps: int, *, limit: float = math.inf) ->
     elif callable(lr):
         values = _from_function(lr, steps)
     elif np.ndim(lr) == 0:
-        values = np.full(steps, _validate.positive("lr", lr))
+        values = np.full(steps, _validate.positive("lr", lr, remedy=f"Or give {_LISTED}."))
     else:
         values = _validate.vector("lr", lr, positive=False)
     if values.size != steps:
@@ -118,15 +119,25 @@ def _from_scheduler(factory: Callable[[Any], Any], steps: int) -> Vector:
             name="lr",
             value="ReduceLROnPlateau",
             remedy="A metric of the private data is private itself: a schedule that follows it "
-            "would have to be paid for. Give the learning rates of a public run as a list.",
+            "would have to be paid for. Give the learning rates of a public run as a list; or plan "
+            "without lr, and fit follows a public or paid metric: lr_scheduler=OnPlateau(…).",
         )
     if not (hasattr(scheduler, "step") and hasattr(scheduler, "get_last_lr")):
         raise InputError("a function that returns a scheduler", name="lr", value=factory)
     values = []
-    for _ in range(steps):
-        values.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        scheduler.step()
+    try:
+        for _ in range(steps):
+            values.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+    except (ValueError, RuntimeError) as error:
+        if len(values) < steps:  # it may end with the run
+            raise InputError(
+                f"a scheduler for {steps} steps",
+                name="lr",
+                value=type(scheduler).__name__,
+                remedy=f"It stops after {len(values)}: {error}",
+            ) from None
     return _validate.vector("lr", values, positive=False)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from diminuendo import _validate
 from diminuendo._validate import Vector
-from diminuendo.influence.closed_forms import FLOOR
+from diminuendo.influence.floor import FLOOR
 from diminuendo.influence.learning_rates import LearningRates, learning_rates
 
 MomentumKind = Literal["average", "heavy-ball", "nesterov"]
@@ -61,20 +61,20 @@ def spectrum(
     steps = _validate.count("steps", steps)
     size = _validate.real("step_size", step_size, above=0, below=2, remedy="In units of 1/M.")
     largest = _validate.positive(
-        "max(eigenvalues)", values.max(), remedy="A flat loss has no influence to plan with."
+        "max(eigenvalues)", float(values.max()), remedy="A flat loss has no influence to plan with."
     )
     shares = np.ones_like(values) if weights is None else _validate.vector("weights", weights)
     _validate.same_length("weights", shares, "eigenvalues", values)
     if lr is None and momentum is None:
         return _constant(values / largest, shares / shares.sum(), steps, size)
-    limit = _stable(momentum, kind) / largest
+    limit = longest_stable(momentum, kind) / largest
     if max_lr is not None:
         limit = _validate.positive("max_lr", max_lr)
     rates = learning_rates(size / largest if lr is None else lr, steps, limit=limit)
     return response(values, rates, weights=shares, momentum=momentum, kind=kind).influence
 
 
-def _stable(momentum: float | None, kind: MomentumKind) -> float:
+def longest_stable(momentum: float | None, kind: MomentumKind) -> float:
     """The longest step, in units of 1/M: the others' momentum allows what plain descent does."""
     if momentum is None or kind != "nesterov":
         return 2.0

@@ -65,8 +65,8 @@ def measure(
     source        "auxiliary", or "private": then only with not_private=True, and marked as such
     sigmas, lr, clip, beta
                   the run that is perturbed, as in `replicas.Replica`; lr is one learning rate, one
-                  for each step, a function of t = 1…T, or a function from an optimizer (of
-                  learning rate 1) to its scheduler
+                  for each step, "linear" or "cosine" (from 1), a function of t = 1…T, or a
+                  function from an optimizer (of learning rate 1) to its scheduler
     steps         the steps 1…T to measure, or how many of them; 25 by default
     repeats       how many independent runs, at least 2; the intervals are over them
     perturbation  h in units of σ_t, above 0 (in absolute terms where σ_t is zero)
@@ -75,7 +75,9 @@ def measure(
     level         confidence level of the intervals, in (0, 1)
     """
     check_source(source, not_private)
-    rates: Any = learning_rates(lr, int(np.size(sigmas))) if callable(lr) else lr
+    rates: Any = (
+        learning_rates(lr, int(np.size(sigmas))) if callable(lr) or isinstance(lr, str) else lr
+    )
     runs = [
         Replica(sigmas=sigmas, lr=rates, clip=clip, beta=beta, seed=seed + i)
         for i in range(_validate.count("repeats", repeats, at_least=2))

@@ -37,22 +37,29 @@ def influence_at(speed: float, influence: Vector, lr: Vector | None) -> Vector:
     return np.asarray(entering * (kept / largest) ** speed * largest)
 
 
-def expected_gain(
-    bias: float,
-    influence: Vector,
-    per_noise: float,
-    planned: Vector,
-    uniform: Vector,
-    *,
-    lr: Vector | None = None,
-) -> Gain:
-    """How much less final excess loss `planned` noise leaves than `uniform` noise.
+class Ends(NamedTuple):
+    """What a run leaves at its end.
 
-    bias                what the start leaves, as a share of the initial excess loss
-    influence           q_1…q_T
-    per_noise           what a unit of Σ q_t σ_t² adds to the loss, in the same unit as bias
-    planned, uniform    σ_1…σ_T, as noise on the mean gradient
-    lr                  η_1…η_T, where they are not all the same
+    bias        what is left of the start, as a share of the initial excess loss
+    influence   q_1…q_T
+    lr          η_1…η_T, or None where they are all the same
+    variances   of the noise on each coordinate of the sum of gradients, in units of clip²
+    """
+
+    bias: float
+    influence: Vector
+    lr: Vector | None
+    variances: Vector
+
+    def noise(self, speed: float) -> float:
+        """What its noise leaves where noise is forgotten `speed` times as fast."""
+        return float(np.sum(influence_at(speed, self.influence, self.lr) * self.variances))
+
+
+def expected_gain(planned: Ends, uniform: Ends, per_noise: float) -> Gain:
+    """How much less final excess loss the planned run leaves than the one with uniform noise.
+
+    per_noise   what a unit of Σ q_t σ_t² adds to the loss, in the same unit as the bias
 
     The error is the larger of half a percent and what is lost of the gain if the run forgets noise
     at two thirds or at one and a half times the speed that was planned for: if q_t/η_t² is itself
@@ -60,9 +67,10 @@ def expected_gain(
     """
 
     def gain(speed: float) -> float:
-        q = influence_at(speed, influence, lr)
-        left = bias + per_noise * float(np.sum(q * uniform**2))
-        return per_noise * float(np.sum(q * (uniform**2 - planned**2))) / max(left, 1.0)
+        beside = uniform.noise(speed)
+        left = uniform.bias + per_noise * beside
+        saved = uniform.bias - planned.bias + per_noise * (beside - planned.noise(speed))
+        return saved / max(left, 1.0)
 
     expected = gain(1.0)
     lost = [expected - gain(speed) for speed in _MISJUDGED]

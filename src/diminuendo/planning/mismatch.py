@@ -10,13 +10,15 @@ from numpy.typing import ArrayLike
 
 from diminuendo import _validate
 from diminuendo._validate import Vector
+from diminuendo.bounds.landscape import Landscape, Momentum
+from diminuendo.influence import response
 from diminuendo.planning.value import Plan
 
 _SAME = 1e-6
 
 
 class Mismatch(NamedTuple):
-    """The first step that differs, both learning rates there, and what is lost.
+    """The step that differs most, both learning rates there, and what is lost.
 
     step                 t = 1…T
     planned, used        learning rates as shares of the largest one of the run
@@ -54,6 +56,33 @@ def forgetting(influence: Vector, lr: Vector | None) -> float:
     return max(float(kept[1] - kept[0]), 0.0) / length
 
 
+def forgetting_of(loss: Landscape, influence: Vector, lr: Vector | None) -> float:
+    """By how much a unit of learning rate in later steps lowers the logarithm of what noise leaves.
+
+    Averages hold noise back, so that with momentum q_t does not show it; the landscape knows it.
+    """
+    if isinstance(loss, Momentum):
+        return -math.log(max(loss.rate if lr is None else loss.plain_rate, 1e-30))
+    return forgetting(influence, lr)
+
+
+def _forgetting(plan: Plan, planned: Vector) -> float:
+    """The plan's own; of plans that do not know it, what the optimal noise says: σ_t² ∝ 1/√q_t."""
+    if plan.forgetting is not None:
+        return plan.forgetting
+    return forgetting((plan.sigmas / plan.rates) ** -4.0, planned)
+
+
+def _influence(lr: Vector, rate: float, momentum: float | None) -> Vector:
+    """q_1…q_T of steps of these lengths in a run that forgets noise at this rate."""
+    if momentum is not None:
+        curvature = np.array([max(-math.expm1(-rate / 2), 1e-12)])
+        return response(curvature, lr, momentum=momentum).influence
+    later = np.append(np.cumsum(lr[:0:-1])[::-1], 0.0)
+    log_q = 2 * np.log(np.maximum(lr, 1e-100)) - rate * later
+    return np.asarray(np.exp(np.maximum(log_q - log_q.max(), math.log(1e-200))))
+
+
 def mismatch(plan: Plan, lr: ArrayLike) -> Mismatch | None:
     """What following `plan` with learning rates lr (any unit) costs; None where they agree.
 
@@ -71,9 +100,7 @@ def mismatch(plan: Plan, lr: ArrayLike) -> Mismatch | None:
         return None
     step = int(np.argmax(np.abs(used - shares)))
     lengths = used * float(planned.max())
-    later = np.append(np.cumsum(lengths[:0:-1])[::-1], 0.0)
-    log_q = 2 * np.log(np.maximum(lengths, 1e-100)) - (plan.forgetting or 0.0) * later
-    q = np.exp(np.maximum(log_q - log_q.max(), math.log(1e-200)))
+    q = _influence(lengths, _forgetting(plan, planned), plan.momentum)
     noise, rates = plan.sigmas / plan.rates, plan.rates
     left = float(np.sum(q * noise**2))
     spent = float(np.sum((rates * plan.sigmas**-1.0) ** 2))

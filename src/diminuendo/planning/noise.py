@@ -30,6 +30,11 @@ _ROUNDS = 4
 _SETTLED = 0.3
 _MOST_RATES = 4
 _START_POWERS = (0.0, 0.125, 0.25)
+_LEAST_ROOT = 1e-10
+"""The least √q_t that noise is planned for, over the mean of all. To raise what is less costs
+nothing, and without it a σ_t may be 10⁷⁰ times another: infinite in float32, where 0·∞ is NaN."""
+_LEAST_RATE = 1e-5
+"""The least learning rate that noise is planned for, over the largest of the run."""
 
 
 def scheduled_sigmas(
@@ -54,7 +59,7 @@ def scheduled_sigmas(
             value=fall,
             remedy="The optimal schedule falls as the influence decides.",
         )
-    steps = influence.size
+    steps, influence = influence.size, _at_least(influence)
     if not isinstance(schedule, str):
         return calibrate(schedules.shapes.custom(schedule, steps), budget, rate)
     _validate.choice("schedule", schedule, SCHEDULES)
@@ -63,6 +68,22 @@ def scheduled_sigmas(
     if fall is None:
         fall = min(float((influence[0] / influence[-1]) ** 0.25), 1.0)
     return calibrate(schedules.shapes.falling(schedule, steps, fall), budget, rate)
+
+
+def _at_least(influence: Vector) -> Vector:
+    """The influence with what is next to none raised to a share of the mean."""
+    roots = np.sqrt(influence)
+    least = _LEAST_ROOT * float(roots.mean())
+    return np.where(roots < least, least**2, influence)
+
+
+def noticed(lr: Vector) -> Vector:
+    """The learning rates that noise is planned for: none is nearly zero.
+
+    The noise of a step at zero costs nothing in plain descent, but an optimizer with a memory keeps
+    it. With 300 times the noise of others such a step still takes next to nothing of the budget.
+    """
+    return np.asarray(np.maximum(lr, _LEAST_RATE * lr.max()))
 
 
 def optimal_sigmas(

@@ -17,10 +17,10 @@ from diminuendo.errors import InputError
 from diminuendo.influence.learning_rates import LearningRates, check_name
 from diminuendo.planning import text
 from diminuendo.planning.constants import Constants, Guesses
-from diminuendo.planning.gain import expected_gain
-from diminuendo.planning.joint import joint_learning_rates
-from diminuendo.planning.mismatch import forgetting
-from diminuendo.planning.noise import Schedule, scheduled_sigmas
+from diminuendo.planning.gain import Ends, expected_gain
+from diminuendo.planning.joint import Together, joint_learning_rates
+from diminuendo.planning.mismatch import forgetting_of
+from diminuendo.planning.noise import Schedule, noticed, scheduled_sigmas
 from diminuendo.planning.value import (
     MOST_STEPS,
     Plan,
@@ -84,8 +84,9 @@ def plan(
     lr              the learning rates η_1…η_T that training will use: an array, "constant",
                     "linear" or "cosine" (from 1 towards 0), a function of t = 1…T or a function
                     from a PyTorch optimizer to its scheduler, in units of one over an eigenvalue
-                    with a spectrum and of 1/M otherwise; or "joint": plan them together with the
-                    noise, for plain gradient descent
+                    with a spectrum and of 1/M otherwise; with an influence curve those, in any
+                    unit, that it was measured with. Or "joint": plan them together with the noise,
+                    which is then optimal or uniform, for plain gradient descent
 
     Public guesses, each of which has a default:
 
@@ -134,29 +135,54 @@ def plan(
     T, uniform_T = _most(loss.best_steps(level)) if fixed is None else (fixed, fixed)
     preferred = T if fixed is None or lr is not None else loss.best_steps(level)[0]
     chosen: list[str] = []
+    together: Together | None = None
+    sampled = 0.0
     if isinstance(lr, str) and lr == "joint":
         one_rate = _one_rate(rate)
-        noise = constants.sampling_noise(one_rate, examples=examples, parameters=parameters)
-        lr = joint_learning_rates(
-            loss, level, T, budget, one_rate, noise=noise, max_lr=constants.max_lr
+        sampled = constants.sampling_noise(one_rate, examples=examples, parameters=parameters)
+        together = joint_learning_rates(
+            loss,
+            level,
+            T,
+            budget,
+            one_rate,
+            schedule=schedule,
+            noise=sampled,
+            max_lr=constants.max_lr,
         )
-        chosen = [text.joint_sentence(noise)]
+        lr = together.lr
+        chosen = [text.joint_sentence(sampled)]
+    known = beside = loss
     if lr is not None:
-        loss = runs.under_learning_rates(loss, lr, T, max_lr=constants.max_lr)
+        loss = beside = runs.under_learning_rates(known, lr, T, max_lr=constants.max_lr)
+        if together is not None:
+            beside = runs.under_learning_rates(
+                known, together.lr_uniform, T, max_lr=constants.max_lr
+            )
         uniform_T = T
-    q = loss.influence(T)
+    q = to_plan = loss.influence(T)
+    rates = loss.learning_rates if isinstance(loss, runs.Run) else None
+    if rates is not None and (noticed(rates) != rates).any():
+        felt = runs.under_learning_rates(known, noticed(rates), T, max_lr=constants.max_lr)
+        to_plan = felt.influence(T)
     uniform = scheduled_sigmas("uniform", np.ones(uniform_T), budget, rate)
     same_length = uniform if uniform_T == T else scheduled_sigmas("uniform", q, budget, rate)
-    sigmas = scheduled_sigmas(schedule, q, budget, rate, fall, uniform=same_length)
+    sigmas = scheduled_sigmas(schedule, to_plan, budget, rate, fall, uniform=same_length)
     common, own = (rate, 1.0) if isinstance(rate, float) else (1.0, rate)
     per_noise = loss.factor * level * budget.R / common**2
 
-    def bound(noise: Vector) -> float:
-        weights = loss.bound_influence(noise.size)
-        return loss.bias(noise.size) + per_noise * float(np.sum(weights * (noise / own) ** 2))
+    def bound(run: landscape.Landscape, noise: Vector) -> float:
+        weights = run.bound_influence(noise.size)
+        return run.bias(noise.size) + per_noise * float(np.sum(weights * (noise / own) ** 2))
 
-    rates = loss.learning_rates if isinstance(loss, runs.Run) else None
-    gain = expected_gain(loss.bias(T), q, per_noise, sigmas / own, same_length / own, lr=rates)
+    planned = Ends(loss.bias(T), q, rates, (sigmas / own) ** 2 + sampled)
+    even = planned._replace(variances=(same_length / own) ** 2 + sampled)
+    if together is not None:
+        planned = planned._replace(bias=together.bias)
+        even = even._replace(
+            bias=together.bias_uniform, influence=beside.influence(T), lr=together.lr_uniform
+        )
+    gain = expected_gain(planned, even, per_noise)
     result = Plan(
         budget=budget,
         steps=T,
@@ -169,8 +195,8 @@ def plan(
         momentum=momentum,
         alpha=level,
         epsilon=certified_epsilon(sigmas, budget, rate),
-        erub=bound(sigmas),
-        erub_uniform=bound(uniform),
+        erub=bound(loss, sigmas),
+        erub_uniform=bound(beside, uniform),
         uniform_steps=uniform_T,
         noise_ratio=float(np.sum(q * (sigmas / own) ** 2) / np.sum(q * (same_length / own) ** 2)),
         assumptions=(
@@ -183,7 +209,7 @@ def plan(
         lr=rates,
         gain=gain.gain,
         gain_error=gain.error,
-        forgetting=forgetting(q, rates),
+        forgetting=forgetting_of(known, q, rates),
     )
     _warn(result, preferred, bound_wanted=fixed is None)
     return result
@@ -208,10 +234,10 @@ def _fixed_steps(
     """T where it is stated, by itself or by the length of a list; None where the bound decides."""
     if isinstance(steps, str) and steps == "auto":
         if np.ndim(sampling_rate):
-            return int(np.size(sampling_rate))
+            return _validate.vector("sampling_rate", sampling_rate).size
         if lr is None or isinstance(lr, str) or callable(lr) or not np.ndim(lr):
             return None
-        return int(np.size(lr))
+        return _validate.vector("lr", lr, positive=False).size
     return _validate.count(
         "steps", steps, at_most=MOST_STEPS, remedy='Give a whole number, or "auto".'
     )

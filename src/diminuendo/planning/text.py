@@ -79,7 +79,7 @@ def summary(plan: Plan) -> str:
         f"{number(plan.erub)}; with uniform noise in {_steps(plan.uniform_steps)} "
         f"{number(plan.erub_uniform)}",
         f"  noise        {number(plan.noise_ratio)} × what uniform noise of the same length "
-        "leaves in the final loss",
+        f"leaves in the final loss{' at these learning rates' if _together(plan) else ''}",
         *_gain_line(plan),
         f"  digest       {plan.digest[:23]}…",
         "Assumptions:",
@@ -114,28 +114,37 @@ def gain_sentence(plan: Plan) -> str:
     """
     if plan.gain is None or plan.gain_error is None:
         return ""
-    whose = "the initial excess risk" if plan.erub_uniform <= 1 else "uniform noise's excess risk"
+    together = _together(plan)
+    of_initial = plan.erub_uniform <= 1 or together  # planned for it, none leaves more
+    whose = "the initial excess risk" if of_initial else "uniform noise's excess risk"
+    own = ", with learning rates planned for it" if together else ""
     if not plan.gain_is_negligible:
         less = (
             f"The final excess risk is lower by {percent(plan.gain)} of the initial one"
-            if plan.erub_uniform <= 1
+            if of_initial
             else f"{percent(plan.gain)} less excess risk"
         )
         error = percent(plan.gain_error)
-        return f"{less} than with uniform noise at the same learning rates (± {error})."
+        rates = "and learning rates planned for it" if together else "at the same learning rates"
+        return f"{less} than with uniform noise {rates} (± {error})."
     if plan.gain_error > SMALLEST_NOTICED:
         return (
             f"Not certain: {percent(plan.gain)} of {whose}, and as much would be lost again if the "
             "run converges at two thirds or one and a half times the planned speed. Uniform noise "
-            "may do as well."
+            f"may do as well{own}."
         )
     if plan.gain <= 0 or plan.noise_ratio >= 1:
-        return "None to expect: uniform noise does as well."
+        return f"None to expect: uniform noise does as well{own}."
+    small = (
+        f"Too small to be seen: {percent(plan.gain)} of {whose}, where two runs that differ only "
+        f"in their random numbers differ by about {percent(SMALLEST_NOTICED)}."
+    )
+    if together:
+        return f"{small} Uniform noise does as well{own}."
     added = percent(plan.gain / (1 - plan.noise_ratio))
     return (
-        f"Too small to be seen: {percent(plan.gain)} of {whose}, where two runs that differ only "
-        f"in their random numbers differ by about {percent(SMALLEST_NOTICED)}. Noise matters "
-        f"little here, however it is spread: uniform noise would add {added} in all."
+        f"{small} Noise matters little here, however it is spread: uniform noise would add {added} "
+        "in all."
     )
 
 
@@ -153,6 +162,13 @@ def relation_sentence(budget: Budget) -> str:
     return f"Neighbouring data: {words[budget.relation]} ({budget.relation})."
 
 
+_TOGETHER = "The learning rates were planned together with the noise"
+
+
+def _together(plan: Plan) -> bool:
+    return any(sentence.startswith(_TOGETHER) for sentence in plan.assumptions)
+
+
 def joint_sentence(sampling_noise: float) -> str:
     """How learning rates were planned together with the noise."""
     also = (
@@ -161,8 +177,8 @@ def joint_sentence(sampling_noise: float) -> str:
         else ""
     )
     return (
-        "The learning rates were planned together with the noise, for an initial distance spread "
-        f"evenly over all directions{also}; a schedule of your own needs a plan of its own."
+        f"{_TOGETHER}, for an initial distance spread evenly "
+        f"over all directions{also}; a schedule of your own needs a plan of its own."
     )
 
 

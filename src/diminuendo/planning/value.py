@@ -42,15 +42,18 @@ class Plan:
     alpha            α, the paper's noise level, without unit
     epsilon          the certified ε of the whole plan at budget.delta
     erub             bound on the final excess loss, as a share of the initial one
-    erub_uniform     the same for uniform noise in `uniform_steps` steps
+    erub_uniform     the same for uniform noise in `uniform_steps` steps; with lr="joint", with
+                     learning rates planned for it
     noise_ratio      noise left in the final loss over what uniform noise of the same length leaves
     assumptions      whole sentences: what `erub` and the schedule rest on
     lr               η_1…η_T, the learning rates that the noise is planned for, in units of 1/M,
                      or of one over an eigenvalue where a spectrum was given; None: constant
     gain             by how much less final excess loss is expected than with uniform noise at the
-                     same learning rates, as a share of the larger of that loss and the initial one
+                     same learning rates, as a share of the larger of that loss and the initial one.
+                     With lr="joint": than with uniform noise and learning rates planned for it
     gain_error       what `gain` may be off by, in the same unit (see `planning.gain`)
-    forgetting       by how much ln(q_t/η_t²) falls with a unit of learning rate in later steps
+    forgetting       by how much a unit of learning rate in later steps lowers the logarithm of what
+                     noise leaves: of q_t/η_t², without momentum
 
     Formal guarantee: running `steps` Gaussian steps with these noise multipliers, clip norm and
     sampling rate is (epsilon, budget.delta)-differentially private for budget.relation, and
@@ -99,6 +102,7 @@ class Plan:
                 raise InputError(
                     f"steps ({self.steps})", name="the length of lr", value=int(rates.size)
                 )
+            _validate.positive("max(lr)", float(rates.max()))
         for name in ("gain", "gain_error", "forgetting"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _validate.real(name, getattr(self, name)))

@@ -58,17 +58,29 @@ class JointProblem:
 
     def loss(self, lr: Vector) -> float:
         """The expected loss of T steps with these learning rates, as a share of the initial one."""
-        return self._evaluate(lr, np.ones(lr.size))[0]
+        log_left = self._left(lr)[0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            after = np.cumsum(log_left[::-1], axis=0)[::-1]
+            final = float(self.shares @ np.exp(after[0]))
+            reached = np.append(np.exp(after[1:]) @ self.weights, self.weights.sum())
+            q = np.maximum(lr**2 * reached, 1e-290)
+            planned = float((q**self.power).sum()) ** (1 / self.power)
+            loss = final + self.alpha * planned + self.sampling * float(q.sum())
+        return loss if math.isfinite(loss) else _DIVERGED
 
-    def solve(self, steps: int) -> Vector:
+    def bias(self, lr: Vector) -> float:
+        """What these learning rates leave of the start, as a share of the initial loss."""
+        return float(self.shares @ np.exp(self._left(lr)[0].sum(axis=0)))
+
+    def solve(self, steps: int, *, blocks: int = MOST_BLOCKS) -> Vector:
         """s_1…s_T in units of 1/M, each in [1e-7, 1]·limit: a local minimum of `loss`.
 
-        Up to 200 steps are unknowns of their own; longer runs are solved in 200 blocks of equal
-        learning rates, single steps at the end and longer ones before it; the common factor is
-        then found once more on all steps.
+        Up to `blocks` steps are unknowns of their own; longer runs are solved in so many blocks of
+        equal learning rates, single steps at the end and longer ones before it; the common factor
+        is then found once more on all steps.
         """
         steps = _validate.count("steps", steps)
-        blocks = min(steps, MOST_BLOCKS)
+        blocks = min(steps, blocks)
         sizes = _block_sizes(steps, blocks)
         least = _LEAST * self.limit
         bounds = [(math.log(least), math.log(self.limit))] * blocks

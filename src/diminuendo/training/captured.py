@@ -108,6 +108,10 @@ class Captured:
 
         The tensor is written over by the next step.
         """
+        with self._private.alone:
+            return self._take(batch)
+
+    def _take(self, batch: tuple[Any, ...]) -> Tensor:
         private = self._private
         if self.why_not is not None:
             return self._step_by_step(batch)

@@ -66,6 +66,8 @@ class Guard:
             return
         if self._drawn is not None and self._drawn.other_rows(rows):
             raise other_batch()
+        if self._drawn is not None and self._drawn.out_of_order(rows):
+            raise _out_of_order()
         self._around.record([*self._parameters, *[part for part, _ in self._untrained]])
         refuse_mixing_calls(self._model, args, kwargs, self._size)
 
@@ -213,6 +215,16 @@ def _modules(model: nn.Module) -> list[nn.Module]:
                 seen.add(part)
                 found.append(part)
     return found
+
+
+def _out_of_order() -> InputError:
+    return InputError(
+        "in the order in which they were drawn",
+        name="the rows of the batch",
+        value="others",
+        remedy="Blank rows come last: by their places they count for nothing, and examples in "
+        "their places would. Leave the order as it is, or train with pad=False.",
+    )
 
 
 def _overwritten() -> InputError:

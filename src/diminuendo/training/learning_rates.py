@@ -95,10 +95,13 @@ class Watch:
         if isinstance(group["lr"], Tensor) and step & (step - 1):
             return  # to read it may be to wait for a GPU: at the 1st, 2nd, 4th, 8th … step only
         used, planned = float(group["lr"]), self._rates[step - 1]
-        if self._unit is None:
-            self._unit = used / planned if planned > 0 else None
+        if self._unit is None and used > 0 and planned > 0:
+            self._unit = used / planned
             return
-        if abs(used - self._unit * planned) <= _CLOSE * self._unit * max(self._rates):
+        unit = self._unit
+        if used == planned == 0 or (
+            unit and abs(used - unit * planned) <= _CLOSE * unit * max(self._rates)
+        ):
             return
         self._end()
         made_for = (
@@ -106,9 +109,10 @@ class Watch:
             if self._constant
             else "its own learning rates. Let follow_plan(optimizer, plan) set them, or plan"
         )
+        due = f"{(unit or 0) * planned:.6g}" if unit or planned == 0 else "one above 0"
         warnings.warn(
-            f"The learning rate of step {step} is {used:.6g}, where the plan has "
-            f"{self._unit * planned:.6g}: its noise was made for {made_for} for yours with lr=….",
+            f"The learning rate of step {step} is {used:.6g}, where the plan has {due}: its noise "
+            f"was made for {made_for} for yours with lr=….",
             PlanWarning,
             stacklevel=4,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diminuendo import _later, _validate
-from diminuendo.errors import InputError
+from diminuendo.errors import InputError, UsageError
 from diminuendo.planning import Plan
 from diminuendo.spending import Payer, Spending, from_ledger
 from diminuendo.training.checkpoint import Checkpoint, Checkpoints, Identity
@@ -132,6 +132,10 @@ def fit(
     Returns a `Result`: how the run ended and what it spent.
     """
     plan, lr, clip = _followed(plan, lr, clip)
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "Training needs gradients: leave torch.no_grad() or torch.inference_mode() first."
+        )
     if not isinstance(model, nn.Module):
         raise InputError("a Module", name="model", value=model)
     if not callable(loss):

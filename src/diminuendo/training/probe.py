@@ -28,6 +28,7 @@ from diminuendo.training.kept import (
     has_rows,
     moved,
     near,
+    other_places,
     replacements,
     same_randomness,
     some_of,
@@ -96,7 +97,7 @@ def refuse_mixing(
             answered = trial.answers((x[:size], y[:size]))
         if answered is False:
             raise other_batch()
-        trial.refuse_sizes((x, y))
+        trial.refuse_places((x, y))
     except DiminuendoError:
         raise
     except ERRORS as error:
@@ -135,7 +136,7 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
     try:
         trial.answers(rows)
         if len(places) == sum(has_rows(leaf, size) for leaf in leaves):
-            trial.refuse_sizes(rows)
+            trial.refuse_places(rows)
     except DiminuendoError:
         raise
     except ERRORS:
@@ -207,36 +208,64 @@ class _Trial:
             return True
         return None if None in (own, nearby) else False
 
-    def refuse_sizes(self, inputs: tuple[Tensor, ...]) -> None:
-        """Raise where a row changes with how many others there are: their number is drawn.
+    def refuse_places(self, inputs: tuple[Tensor, ...]) -> None:
+        """Raise where a row, or its gradient, changes with its place, or with how many others there
+        are: what lies before it, and how much, is drawn.
 
-        In evaluation mode, and only where nothing is random: masks go by the size of a batch.
+        Only where nothing is random, if need be in evaluation mode: masks go by the places in a
+        batch and by its size.
         """
-        self._call, self._leaves = self._model, list(self._own.values())
+        self._call, self._leaves = self._model, some_of(list(self._own.values()))
         modes = [(module, module.training) for module in self._model.modules()]
-        half = len(inputs[0]) // 2
         try:
-            self._model.eval()
             with torch.enable_grad(), same_randomness(self._model, inputs[0].device):
-                whole, again = (self._plain(inputs) for _ in range(2))
-                if changed(whole, again, torch.ones(len(inputs[0]), dtype=torch.bool)):
-                    return
-                fewer = self._plain(tuple(part[:half] for part in inputs))
+                if not self._refuse_as_it_is(inputs):
+                    self._model.eval()
+                    self._refuse_as_it_is(inputs)
         except DiminuendoError:
             raise
-        except ERRORS:  # not every model takes any size
+        except ERRORS:  # not every model takes any size and order
             return
         finally:
+            self._leaves = []
             for module, mode in modes:
                 module.training = mode
-        rows = [part[:half] if has_rows(part, len(inputs[0])) else part for part in whole]
-        same = [part.shape for part in rows] == [part.shape for part in fewer]
-        if half and same and changed(rows, fewer, torch.ones(half, dtype=torch.bool), resized=True):
-            raise _mixing()
 
-    def _plain(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        answers = self._values(self._call, [part.clone() for part in inputs])
-        return [part.detach().clone() for part in answers]
+    def _refuse_as_it_is(self, inputs: tuple[Tensor, ...]) -> bool:
+        """False where passes differ anyway."""
+        everything = torch.ones(len(inputs[0]), dtype=torch.bool)
+        whole, again = (self._passed(inputs, _go_on, everything) for _ in range(2))
+        if changed(whole.values, again.values, everything):
+            return False
+        steady = not moved(whole.gradient, again.gradient)
+        self._refuse_other_order(inputs, whole, steady)
+        self._refuse_fewer(inputs, whole, steady)
+        return True
+
+    def _refuse_other_order(self, inputs: tuple[Tensor, ...], whole: _Pass, steady: bool) -> None:
+        order = other_places(len(inputs[0]))
+        everything = torch.ones(len(order), dtype=torch.bool)
+        placed = tuple([part[order.to(part.device)] for part in inputs])
+        other = self._passed(placed, _go_on, everything, back=order.argsort())
+        if changed(whole.values, other.values, everything, resized=True) or (
+            steady and moved(whole.gradient, other.gradient, reordered=True)
+        ):
+            raise _placed()
+
+    def _refuse_fewer(self, inputs: tuple[Tensor, ...], whole: _Pass, steady: bool) -> None:
+        size = len(inputs[0])
+        half = size // 2
+        first = torch.arange(size) < half
+        among = self._passed(inputs, _go_on, first)
+        alone = tuple([part[:half] for part in inputs])
+        fewer = self._passed(alone, _go_on, first[:half], of=size)
+        rows = [part[:half] if has_rows(part, size) else part for part in whole.values]
+        if [part.shape for part in rows] != [part.shape for part in fewer.values]:
+            return
+        if changed(rows, fewer.values, first[:half], resized=True) or (
+            steady and moved(among.gradient, fewer.gradient, reordered=True)
+        ):
+            raise _placed()
 
     def _call_near(self, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self._model, self._near, args, kwargs)
@@ -280,21 +309,50 @@ class _Trial:
         return responded
 
     def _passed(
-        self, inputs: tuple[Tensor, ...], rewind: Callable[[], None], keep: Tensor
+        self,
+        inputs: tuple[Tensor, ...],
+        rewind: Callable[[], None],
+        keep: Tensor,
+        back: Tensor | None = None,
+        of: int | None = None,
     ) -> _Pass:
+        """``back`` puts the rows of the answers in the order of other passes; ``of`` says of how
+        many rows in other passes these are the first."""
         rewind()
         answers = self._values(self._call, [part.clone() for part in inputs])
+        if back is not None:
+            answers = [
+                part[back.to(part.device)] if has_rows(part, len(back)) else part
+                for part in answers
+            ]
         copies = [part.detach().clone() for part in answers]
         values = [part if part.dim() else part.reshape(1) for part in copies]
-        return _Pass(values, gradient(answers, keep, self._leaves))
+        return _Pass(values, gradient(answers, keep, self._leaves, of or len(keep)))
+
+
+def _go_on() -> None:
+    """Random numbers that follow those of the pass before."""
 
 
 def _mixing() -> InputError:
+    return _differs(
+        "The model or the loss mixes examples (by a mean over the batch, say: a loss needs "
+        'reduction="none"), so that clipping would not bound what one of them adds.'
+    )
+
+
+def _placed() -> InputError:
+    return _differs(
+        "It changes with its place in the batch, or with how many others there are (by positions "
+        "along the wrong dimension, or a division by the number of rows, say), so that clipping "
+        "would not bound what one example more changes in all of them."
+    )
+
+
+def _differs(remedy: str) -> InputError:
     return InputError(
         "the same whatever the other examples of the batch are",
         name="the loss of an example, and its gradient,",
         value="one that differs",
-        remedy="The model or the loss mixes examples (by a mean over the batch, "
-        'say: a loss needs reduction="none"), so that clipping would not bound '
-        "what one of them adds.",
+        remedy=remedy,
     )

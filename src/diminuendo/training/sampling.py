@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from diminuendo import _validate
@@ -221,6 +222,22 @@ class Drawn(NamedTuple):
             off = given[_flat(given != part).any(1)][:_COMPARED]
             elsewhere = [_count(whole, row) for row in off if not _count(part, row)]
             if len(elsewhere) > 1 and set(elsewhere) == {1}:
+                return True
+        return False
+
+    def out_of_order(self, rows: Tensor) -> bool:
+        """Whether rows that were drawn lie where the blank ones belong, at the end.
+
+        Told by rows that the batch has once.
+        """
+        for part in _pytree.tree_leaves(self.batch):
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != (rows.shape, rows.dtype):
+                continue
+            drawn, blank = part[: self.rows], part[self.rows :]
+            late = rows.detach().to(part.device)[self.rows :]
+            late = late[_flat(late != blank).any(1)][:_COMPARED]
+            places = [_flat(drawn == row).all(1).nonzero().flatten().tolist() for row in late]
+            if all(len(found) == 1 for found in places) and len({*map(tuple, places)}) > 1:
                 return True
         return False
 

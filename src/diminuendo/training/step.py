@@ -40,6 +40,7 @@ from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.resuming import Memory, check_state
 from diminuendo.training.sampling import Drawn, Part, Sampler, Source, precision_of
 from diminuendo.training.seeds import Seeds
+from diminuendo.training.turns import OneThread
 
 if TYPE_CHECKING:
     from diminuendo.training.captured import Captured, Losses
@@ -170,12 +171,16 @@ class PrivateGradients:
         next step is paid for."""
         self.watch = self._watch_learning_rates()
         """Warns where a loop steps with other learning rates than the plan has."""
+        self.alone = OneThread()
+        """Holds off other threads while a step is being taken."""
         self._begun = False
         self._checked_before = False
         self._part: Part | None = None
         self._next: GaussianStep | None = None
         self._open: _Open | None = None
         self._parts_taken = 0
+        self._asked: tuple[ClipRule, int, Clip] | None = None
+        """A rule of clips, the step that it was asked about, and its answer."""
         self.set_aside: Callable[[int], float] = lambda step: 0.0  # noqa: ARG005
         """The share in [0, 1) of the budget of step t = 1, 2, … that `release_number` may use."""
         self._number: _Number | None = None
@@ -312,6 +317,10 @@ class PrivateGradients:
 
     def backward(self, losses: Tensor) -> None:
         """One loss per example in; the private gradient in `p.grad` out, once the step is whole."""
+        with self.alone:
+            self._backward(losses)
+
+    def _backward(self, losses: Tensor) -> None:
         self.engine.check_losses(losses)
         part = self._own_batch(losses) if self._part is None else self._part
         self.guard.check(losses, part.size)
@@ -320,9 +329,7 @@ class PrivateGradients:
         self.begin()
         self._part = None
         if part.first:
-            self._abandon()
-            if part.step != self.step:
-                raise UsageError(_STALE.format(part.step + 1, self.step + 1))
+            self._check_first(part)
             self._request()
         self._check_turn(part)
         assert self._open is not None
@@ -387,6 +394,7 @@ class PrivateGradients:
         Raises as `backward` does where a part is out of turn.
         """
         if part.first:
+            self._check_first(part)
             paid = self._pay()
             self._begin_step(paid, None)
             with self._or_abandon():
@@ -395,6 +403,12 @@ class PrivateGradients:
                 )
         self._check_turn(part)
         return None
+
+    def _check_first(self, part: Part) -> None:
+        """Raise unless the next step begins with this part; one that is under way is over."""
+        self._abandon()
+        if part.step != self.step:
+            raise UsageError(_STALE.format(part.step + 1, self.step + 1))
 
     def _check_turn(self, part: Part) -> None:
         if self._open is None:
@@ -429,7 +443,16 @@ class PrivateGradients:
         return _Paid(event, clip, sensitivity, std)
 
     def _clip_of(self, step: int) -> Clip:
-        """The clip of step 0, 1, …"""
+        """The clip of the step that is under way or next: its rule is asked once, or a step could
+        be recorded with one clip and paid for by another."""
+        if self._open is not None:
+            return self._open.clip
+        known = self._asked
+        if known is None or known[0] is not self.clip or known[1] != step:
+            known = self._asked = self.clip, step, self._asked_for(step)
+        return known[2]
+
+    def _asked_for(self, step: int) -> Clip:
         clip = self.clip(step + 1) if callable(self.clip) else self.clip
         guard.check_clip(clip, "what clip(t) gives")
         if self._certified and self.engine.parameters[0].is_cuda:

@@ -13,7 +13,7 @@ from diminuendo.accounting.subsampled.laws import Laws
 from diminuendo.accounting.subsampled.nodes import Mixture
 from diminuendo.accounting.subsampled.transform import outcome_range
 
-EPSILON_FLOOR = 1e-3
+EPSILON_FLOOR = 2e-4
 ATTEMPTS = 14
 TAIL_SHARE = 1e-6
 LOWEST_LOG = -600.0

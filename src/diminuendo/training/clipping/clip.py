@@ -21,6 +21,8 @@ from diminuendo.training.clipping.errors import EngineError
 
 # Squares of smaller numbers underflow, and norms of several parameters would come out too small.
 _LEAST = 2.0**-400
+# A factor is a float32 number that is not infinite, whose product with zero is zero.
+_LARGEST_FACTOR = 2.0**120
 
 
 def _positive(owner: str, field: str, value: float) -> None:
@@ -96,9 +98,10 @@ class Automatic:
     def __post_init__(self) -> None:
         _positive("Automatic", "bound", self.bound)
         _positive("Automatic", "gamma", self.gamma)
-        if not math.isfinite(self.bound / self.gamma):
+        if not self.bound / self.gamma <= _LARGEST_FACTOR:
             raise EngineError(
-                f"Automatic: bound / gamma must be finite, got {self.bound!r} / {self.gamma!r}"
+                "Automatic: bound / gamma must be at most 2^120, got "
+                f"{self.bound!r} / {self.gamma!r}; float32 has no room for larger factors"
             )
 
     @property
