@@ -14,10 +14,10 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,33 +25,70 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
-from diminuendo.compare import cifar, scattering
+from diminuendo.compare import cifar, prepared, scattering
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
+from diminuendo.paper.drawn import drawn
 from diminuendo.tuning.auxiliary import Shape, gaussian
 
 Floats = NDArray[np.float32]
 
 
+class Drawn(NamedTuple):
+    """Samples to train and to test on: (R, N, features), (R, N), and the same for the tests."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1."""
+    """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1.
+
+    preparation  what is done to each sample as a whole, and adds the constant; no claim covers it
+    """
 
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
     source: str
+    preparation: prepared.Components | None = None
+    _kept: dict[tuple[int, ...], Drawn] = field(default_factory=dict, init=False)
+    """The last prepared samples: every candidate and every method asks for the same."""
 
     @property
     def features(self) -> int:
         """Numbers of one example, the constant included."""
-        return self.x.shape[1]
+        return self.x.shape[1] if self.preparation is None else self.preparation.features
 
     def to(self, device: str) -> Pool:
         """The same data on a device."""
-        x, y = self.x.to(device), self.y.to(device)
-        return Pool(x, y, self.test_x.to(device), self.test_y.to(device), self.source)
+        names = ("x", "y", "test_x", "test_y")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def samples(self, examples: int, seeds: list[int]) -> Drawn:
+        """What methods get: a sample of N examples for each seed, and a test set for each."""
+        if self.preparation is None:
+            return self._drawn(examples, seeds)
+        place = (examples, *seeds)
+        if place not in self._kept:
+            self._kept.clear()
+            self._kept[place] = self._prepared(self._drawn(examples, seeds), self.preparation)
+        return self._kept[place]
+
+    def _drawn(self, examples: int, seeds: list[int]) -> Drawn:
+        x, y = self.draw(examples, seeds)
+        tests = self.test_x.expand(len(seeds), -1, -1), self.test_y.expand(len(seeds), -1)
+        return Drawn(x, y, *tests)
+
+    @staticmethod
+    def _prepared(drawn: Drawn, preparation: prepared.Components) -> Drawn:
+        pairs = [preparation(x, test_x) for x, test_x in zip(drawn.x, drawn.test_x, strict=True)]
+        x, test_x = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return drawn._replace(x=x, test_x=test_x)
 
     def draw(self, examples: int, seeds: list[int]) -> tuple[Tensor, Tensor]:
         """A sample of N examples without replacement for each seed: (R, N, features), (R, N)."""
@@ -79,7 +116,10 @@ class Auxiliary(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A data set by name: where it comes from, its classes, and its auxiliary data."""
+    """A data set by name: where it comes from, its classes, and its auxiliary data.
+
+    caveat  what the claims of its cells do not cover; "" where they cover everything
+    """
 
     key: str
     title: str
@@ -87,6 +127,7 @@ class Task:
     embedded: bool
     load: Callable[[Path | None], Pool]
     auxiliary: Auxiliary
+    caveat: str = ""
 
 
 def _finished(x: NDArray[np.float64] | Floats, centre: Floats | float) -> Tensor:
@@ -155,6 +196,26 @@ def _mnist_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     centre = x.mean(axis=0)
     more, labels = _wobbled(x, y, seed)
     return _split(_finished(more, centre), _labels(labels), 2000, seed, "UCI's optical digits")
+
+
+def _on_components(found: digits.Digits) -> Pool:
+    """Whole images, each sample of which is prepared as the paper does it."""
+    images, tests = (
+        torch.from_numpy(part.reshape(len(part), -1) / np.float32(255))
+        for part in (found.images, found.test_images)
+    )
+    labels, test_labels = _labels(found.labels), _labels(found.test_labels)
+    source = f"{found.source}, on components of each sample"
+    return Pool(images, labels, tests, test_labels, source, preparation=prepared.Components())
+
+
+def _mnist_paper(folder: Path | None) -> Pool:
+    return _on_components(_embedded() if folder is None else digits.from_folder(folder))
+
+
+def _mnist_paper_auxiliary(seed: int, folder: Path | None = None) -> Pool:
+    del seed, folder
+    return _on_components(drawn())
 
 
 def _fashion(folder: Path | None) -> Pool:
@@ -338,6 +399,15 @@ TASKS = {
     task.key: task
     for task in (
         Task("mnist", "MNIST, 8×8 blocks", 10, True, _mnist, _mnist_auxiliary),
+        Task(
+            "mnist-paper",
+            "MNIST, 60 components of the private sample",
+            10,
+            True,
+            _mnist_paper,
+            _mnist_paper_auxiliary,
+            prepared.CAVEAT,
+        ),
         Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
         Task(
             "mnist-scattering",
