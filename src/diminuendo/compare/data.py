@@ -26,6 +26,7 @@ from torch import Tensor
 
 from diminuendo import _extras, _files
 from diminuendo.compare import cifar, prepared, scattering
+from diminuendo.compare.leaves import leaves
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
 from diminuendo.paper.drawn import drawn
@@ -277,9 +278,7 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         place, found = _images(folder, key)
         parts = [scattering.features(images, place) for images in (found.images, found.test_images)]
         if public is not None:
-            where, others = _images(folder, public)
-            other = scattering.features(others.images, where)
-            parts = scattering.whitened(parts, other, place)
+            parts = scattering.whitened(parts, _public_features(folder, public), place)
         x, test_x = (_with_intercept(part) for part in parts)
         by = f", whitened by {public}" if public else ""
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
@@ -287,6 +286,19 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
 
     return load
+
+
+_LEAVES = "drawn leaves"
+"""Pictures that no data decide, as public as another set of images."""
+_LEAVES_DRAWN = 5000
+
+
+def _public_features(folder: Path | None, public: str) -> Tensor:
+    if public == _LEAVES:
+        assert folder is not None, "the images were found in it"
+        return scattering.features(leaves(_LEAVES_DRAWN), folder)
+    where, others = _images(folder, public)
+    return scattering.features(others.images, where)
 
 
 def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
@@ -448,6 +460,14 @@ TASKS = {
             False,
             _scattered("fashion", "mnist"),
             _scattered_auxiliary("mnist", whitened=True),
+        ),
+        Task(
+            "cifar10-whitened",
+            "CIFAR-10, scattering, whitened by drawn leaves",
+            10,
+            False,
+            _scattered("cifar10", _LEAVES),
+            _scattered_auxiliary("fashion", whitened=True),
         ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),
