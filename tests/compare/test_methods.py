@@ -323,7 +323,7 @@ def test_the_noise_that_hides_the_solver_is_negligible(monkeypatch: pytest.Monke
     scales: list[float] = []
     real = Private.noised
 
-    def watched(self: Private, sums: Tensor, bound: float, sigma: float, **more: bool) -> Tensor:
+    def watched(self: Private, sums: Tensor, bound: float, sigma: float, **more: Any) -> Tensor:
         scales.append(bound * sigma)
         return real(self, sums, bound, sigma, **more)
 
@@ -525,9 +525,14 @@ def test_second_moments_of_rows_that_replicas_share_are_summed_once(
     alone = Private(Linear(7, 3), rows.contiguous(), labels, BUDGET, seeds=[1, 2])
     expected = list(alone.second_moments(sigma=4.0))
     assert not torch.equal(expected[0], expected[1])
-    sums = []
+    sums: list[int] = []
     real = Private._moments_of
-    monkeypatch.setattr(Private, "_moments_of", lambda self, r: sums.append(r) or real(self, r))
+
+    def counted(self: Private, replica: int) -> Tensor:
+        sums.append(replica)
+        return real(self, replica)
+
+    monkeypatch.setattr(Private, "_moments_of", counted)
     found = list(Private(Linear(7, 3), rows, labels, BUDGET, seeds=[1, 2]).second_moments(4.0))
     assert sums == [0]
     torch.testing.assert_close(found, expected)

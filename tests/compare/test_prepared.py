@@ -83,7 +83,7 @@ def test_samples_are_prepared_once_for_all_candidates(monkeypatch: pytest.Monkey
     assert not torch.equal(pool.samples(N, [4]).test_x, first.test_x), "each its own test set"
     kept = pool.samples(N, [3])
     torch.testing.assert_close(kept.x, first.x)
-    monkeypatch.setattr(prepared.paper, "prepared", None)
+    monkeypatch.setattr(paper, "prepared", None)
     assert pool.samples(N, [3]) is kept
     assert not pool.to("cpu")._kept, "what is kept stays where it was computed"
 
