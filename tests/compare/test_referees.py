@@ -178,8 +178,8 @@ MIXED = ("correlated", "banded")
 def test_noise_is_drawn_with_the_multiplier_that_was_paid(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One draw for each payment, in order. (Correlated noise is drawn at once: its covariance is
-    tested beside its methods.)"""
+    """One draw for each payment, in order; a release to one replica after the other is one draw.
+    (Correlated noise is drawn at once: its covariance is tested beside its methods.)"""
     paid: list[float] = []
     drawn: list[float] = []
     pay, noised = Private.pay, Private.noised
@@ -191,8 +191,10 @@ def test_noise_is_drawn_with_the_multiplier_that_was_paid(
     def watched_noised(
         self: Private, sums: Tensor, bound: float, sigma: float, **more: Any
     ) -> Tensor:
-        drawn.append(sigma)
+        if more.get("replicas", slice(0, 1)).start == 0:
+            drawn.append(sigma)
         assert len(drawn) == len(paid), "charged, then released"
+        assert sigma == drawn[-1]
         return noised(self, sums, bound, sigma, **more)
 
     monkeypatch.setattr(Private, "pay", watched_pay)

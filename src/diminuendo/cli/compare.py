@@ -149,6 +149,8 @@ def compare(
 
 
 def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict[str, Any]:
+    from diminuendo.compare.data import TASKS
+
     return {
         "page": str(written),
         "elsewhere": [cell.name for cell in left],
@@ -161,6 +163,7 @@ def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict
                 "delta": row.entry.delta,
                 "method": row.entry.cell.method,
                 "epsilon_claimed": row.entry.epsilon_claimed,
+                "not_covered": TASKS[row.entry.cell.task].caveat,
                 "accuracy": row.accuracy.mean,
                 "half": row.accuracy.half,
                 "minus_uniform": None if row.over_uniform is None else row.over_uniform.mean,

@@ -14,10 +14,10 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
-from diminuendo.compare import cifar, scattering
+from diminuendo.compare import cifar, prepared, scattering
+from diminuendo.compare.leaves import leaves
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
+from diminuendo.paper.drawn import drawn
 from diminuendo.tuning.auxiliary import Shape, gaussian
 
 Floats = NDArray[np.float32]
+
+
+class Drawn(NamedTuple):
+    """Samples to train and to test on: (R, N, features), (R, N), and the same for the tests."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +49,7 @@ class Pool:
     """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1.
 
     image  channels, height and width, in this order, where the other features are images
+    preparation  what is done to each sample as a whole, and adds the constant; no claim covers it
     """
 
     x: Tensor
@@ -46,16 +58,40 @@ class Pool:
     test_y: Tensor
     source: str
     image: tuple[int, int, int] | None = None
+    preparation: prepared.Components | None = None
+    _kept: dict[tuple[int, ...], Drawn] = field(default_factory=dict, init=False)
+    """The last prepared samples: every candidate and every method asks for the same."""
 
     @property
     def features(self) -> int:
         """Numbers of one example, the constant included."""
-        return self.x.shape[1]
+        return self.x.shape[1] if self.preparation is None else self.preparation.features
 
     def to(self, device: str) -> Pool:
         """The same data on a device."""
         names = ("x", "y", "test_x", "test_y")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def samples(self, examples: int, seeds: list[int]) -> Drawn:
+        """What methods get: a sample of N examples for each seed, and a test set for each."""
+        if self.preparation is None:
+            return self._drawn(examples, seeds)
+        place = (examples, *seeds)
+        if place not in self._kept:
+            self._kept.clear()
+            self._kept[place] = self._prepared(self._drawn(examples, seeds), self.preparation)
+        return self._kept[place]
+
+    def _drawn(self, examples: int, seeds: list[int]) -> Drawn:
+        x, y = self.draw(examples, seeds)
+        tests = self.test_x.expand(len(seeds), -1, -1), self.test_y.expand(len(seeds), -1)
+        return Drawn(x, y, *tests)
+
+    @staticmethod
+    def _prepared(drawn: Drawn, preparation: prepared.Components) -> Drawn:
+        pairs = [preparation(x, test_x) for x, test_x in zip(drawn.x, drawn.test_x, strict=True)]
+        x, test_x = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return drawn._replace(x=x, test_x=test_x)
 
     def draw(self, examples: int, seeds: list[int]) -> tuple[Tensor, Tensor]:
         """A sample of N examples without replacement for each seed: (R, N, features), (R, N)."""
@@ -83,7 +119,10 @@ class Auxiliary(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A data set by name: where it comes from, its classes, and its auxiliary data."""
+    """A data set by name: where it comes from, its classes, and its auxiliary data.
+
+    caveat  what the claims of its cells do not cover; "" where they cover everything
+    """
 
     key: str
     title: str
@@ -91,6 +130,7 @@ class Task:
     embedded: bool
     load: Callable[[Path | None], Pool]
     auxiliary: Auxiliary
+    caveat: str = ""
 
 
 def _finished(x: NDArray[np.float64] | Floats, centre: Floats | float) -> Tensor:
@@ -170,6 +210,26 @@ def _mnist_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     return _split(rows, own, 2000, seed, "UCI's optical digits", (1, 8, 8))
 
 
+def _on_components(found: digits.Digits) -> Pool:
+    """Whole images, each sample of which is prepared as the paper does it."""
+    images, tests = (
+        torch.from_numpy(part.reshape(len(part), -1) / np.float32(255))
+        for part in (found.images, found.test_images)
+    )
+    labels, test_labels = _labels(found.labels), _labels(found.test_labels)
+    source = f"{found.source}, on components of each sample"
+    return Pool(images, labels, tests, test_labels, source, preparation=prepared.Components())
+
+
+def _mnist_paper(folder: Path | None) -> Pool:
+    return _on_components(_embedded() if folder is None else digits.from_folder(folder))
+
+
+def _mnist_paper_auxiliary(seed: int, folder: Path | None = None) -> Pool:
+    del seed, folder
+    return _on_components(drawn())
+
+
 def _fashion(folder: Path | None) -> Pool:
     if folder is None:
         raise _needs("Fashion-MNIST", "its four IDX files (https://github.com/zalandoresearch/)")
@@ -203,7 +263,7 @@ def _images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
     """The images of mnist, fashion or cifar10 in the folder of this name, (N, colours, …)."""
     where = cifar.WHERE if key == "cifar10" else "the four IDX files of each set"
     if folder is None:
-        raise _needs(f"{key} by scattering", f"a folder {key} with {where}")
+        raise _needs(f"the images of {key}", f"a folder {key} with {where}")
     place = folder / key
     if key == "cifar10":
         return place, cifar.from_folder(place)
@@ -233,9 +293,7 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         place, found = _images(folder, key)
         parts = [scattering.features(images, place) for images in (found.images, found.test_images)]
         if public is not None:
-            where, others = _images(folder, public)
-            other = scattering.features(others.images, where)
-            parts = scattering.whitened(parts, other, place)
+            parts = scattering.whitened(parts, _public_features(folder, public), place)
         x, test_x = (_with_intercept(part) for part in parts)
         by = f", whitened by {public}" if public else ""
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
@@ -244,6 +302,19 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, image)
 
     return load
+
+
+_LEAVES = "drawn leaves"
+"""Pictures that no data decide, as public as another set of images."""
+_LEAVES_DRAWN = 5000
+
+
+def _public_features(folder: Path | None, public: str) -> Tensor:
+    if public == _LEAVES:
+        assert folder is not None, "the images were found in it"
+        return scattering.features(leaves(_LEAVES_DRAWN), folder)
+    where, others = _images(folder, public)
+    return scattering.features(others.images, where)
 
 
 def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
@@ -378,6 +449,15 @@ TASKS = {
     task.key: task
     for task in (
         Task("mnist", "MNIST, 8×8 blocks", 10, True, _mnist, _mnist_auxiliary),
+        Task(
+            "mnist-paper",
+            "MNIST, 60 components of the private sample",
+            10,
+            True,
+            _mnist_paper,
+            _mnist_paper_auxiliary,
+            prepared.CAVEAT,
+        ),
         Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
         Task(
             "mnist-images",
@@ -434,6 +514,14 @@ TASKS = {
             False,
             _scattered("fashion", "mnist"),
             _scattered_auxiliary("mnist", whitened=True),
+        ),
+        Task(
+            "cifar10-whitened",
+            "CIFAR-10, scattering, whitened by drawn leaves",
+            10,
+            False,
+            _scattered("cifar10", _LEAVES),
+            _scattered_auxiliary("fashion", whitened=True),
         ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),

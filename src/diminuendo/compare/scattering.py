@@ -83,11 +83,19 @@ def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]
 
 
 def _map(other: Tensor, size: int) -> Tensor:
-    """The directions of the largest second moments, times (moment + FLOOR)^(−POWER/2)."""
-    moments = other.T @ other
-    values, directions = torch.linalg.eigh(moments / moments.trace())
-    scales = (values.flip(0)[:size].clamp(min=0) + FLOOR) ** (-POWER / 2)
-    return torch.as_tensor(directions.flip(1)[:, :size] * (scales / scales.max()))
+    """The directions of the largest second moments, times (moment + FLOOR)^(−POWER/2).
+
+    Computed from the smaller of the two Gram matrices, if that has so many directions.
+    """
+    wide = size <= len(other) < other.shape[1]
+    product = other @ other.T if wide else other.T @ other
+    values, directions = torch.linalg.eigh(product / product.trace())
+    values, directions = values.flip(0)[:size], directions.flip(1)[:, :size]
+    if wide:
+        directions = other.T @ directions
+        directions /= directions.norm(dim=0)
+    scales = (values.clamp(min=0) + FLOOR) ** (-POWER / 2)
+    return torch.as_tensor(directions * (scales / scales.max()))
 
 
 def _turned(own: Tensor, directions: Tensor) -> Tensor:

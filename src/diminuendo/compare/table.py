@@ -233,14 +233,14 @@ class Bench:
 def _lesson(task: Task, cell: Cell, pool: Pool, budget: Budget, pupils: int, rounds: int) -> Lesson:
     """Auxiliary samples to learn on, other than those on which candidates are scored."""
     seeds = [_LESSON_SEED + k for k in range(pupils)]
-    x, y = pool.draw(Lesson.size(cell.examples), seeds)
+    drawn = pool.samples(Lesson.size(cell.examples), seeds)
     most = Lesson.size(len(pool.test_x))
     return Lesson(
         model=model_of(cell.model, pool, task),
-        x=x,
-        y=y,
-        test_x=pool.test_x[:most].expand(pupils, -1, -1),
-        test_y=pool.test_y[:most].expand(pupils, -1),
+        x=drawn.x,
+        y=drawn.y,
+        test_x=drawn.test_x[:, :most],
+        test_y=drawn.test_y[:, :most],
         budget=budget,
         examples=cell.examples,
         rounds=rounds,
@@ -289,12 +289,11 @@ def _trained(
 ) -> tuple[list[float | None], list[float | None], float]:
     assert method.run is not None
     model = model_of(cell.model, pool, task)
-    x, y = pool.draw(cell.examples, seeds)
-    private = Private(model, x, y, budget, seeds=seeds)
+    drawn = pool.samples(cell.examples, seeds)
+    private = Private(model, drawn.x, drawn.y, budget, seeds=seeds)
     theta = method.run(private, settings)
-    test_x = pool.test_x.expand(len(seeds), -1, -1)
-    accuracy = model.accuracy(theta, test_x, pool.test_y.expand(len(seeds), -1))
-    loss = model.losses(theta, x, y).mean(1)
+    accuracy = model.accuracy(theta, drawn.test_x, drawn.test_y)
+    loss = model.losses(theta, drawn.x, drawn.y).mean(1)
     finite = theta.isfinite().all(1)
     return (
         [float(a) if ok else None for a, ok in zip(accuracy, finite, strict=True)],
