@@ -203,7 +203,7 @@ def _images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
     """The images of mnist, fashion or cifar10 in the folder of this name, (N, colours, …)."""
     where = cifar.WHERE if key == "cifar10" else "the four IDX files of each set"
     if folder is None:
-        raise _needs(f"{key} by scattering", f"a folder {key} with {where}")
+        raise _needs(f"the images of {key}", f"a folder {key} with {where}")
     place = folder / key
     if key == "cifar10":
         return place, cifar.from_folder(place)
