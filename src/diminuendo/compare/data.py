@@ -49,6 +49,7 @@ class Pool:
     """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1.
 
     preparation  what is done to each sample as a whole, and adds the constant; no claim covers it
+    image  channels, height and width, in this order, where the other features are images
     """
 
     x: Tensor
@@ -56,6 +57,7 @@ class Pool:
     test_x: Tensor
     test_y: Tensor
     source: str
+    image: tuple[int, int, int] | None = None
     preparation: prepared.Components | None = None
     _kept: dict[tuple[int, ...], Drawn] = field(default_factory=dict, init=False)
     """The last prepared samples: every candidate and every method asks for the same."""
@@ -157,10 +159,17 @@ def _uci_digits() -> tuple[Floats, NDArray[np.int64]]:
     return (x / 16).astype(np.float32), np.asarray(y, dtype=np.int64)
 
 
-def _split(x: Tensor, y: Tensor, test: int, seed: int, source: str) -> Pool:
+def _split(
+    x: Tensor,
+    y: Tensor,
+    test: int,
+    seed: int,
+    source: str,
+    image: tuple[int, int, int] | None = None,
+) -> Pool:
     order = torch.from_numpy(np.random.default_rng([seed, 78]).permutation(len(x)))
     kept, held = order[test:], order[:test]
-    return Pool(x[kept], y[kept], x[held], y[held], source)
+    return Pool(x[kept], y[kept], x[held], y[held], source, image)
 
 
 def _wobbled(x: Floats, y: NDArray[np.int64], seed: int) -> tuple[Floats, NDArray[np.int64]]:
@@ -188,6 +197,7 @@ def _mnist(folder: Path | None) -> Pool:
         _finished(_pooled(found.test_images, 2, 3), centre),
         _labels(found.test_labels),
         found.source,
+        (1, 8, 8),
     )
 
 
@@ -196,7 +206,8 @@ def _mnist_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     x, y = _uci_digits()
     centre = x.mean(axis=0)
     more, labels = _wobbled(x, y, seed)
-    return _split(_finished(more, centre), _labels(labels), 2000, seed, "UCI's optical digits")
+    rows, own = _finished(more, centre), _labels(labels)
+    return _split(rows, own, 2000, seed, "UCI's optical digits", (1, 8, 8))
 
 
 def _on_components(found: digits.Digits) -> Pool:
@@ -224,22 +235,26 @@ def _fashion(folder: Path | None) -> Pool:
         raise _needs("Fashion-MNIST", "its four IDX files (https://github.com/zalandoresearch/)")
     found = digits.fashion_from_folder(folder)
     return Pool(
-        _finished(_pooled(found.images, 0, 2), 0.3),
+        _finished(_pooled(found.images, 0, 2), _CENTRES["fashion"]),
         _labels(found.labels),
-        _finished(_pooled(found.test_images, 0, 2), 0.3),
+        _finished(_pooled(found.test_images, 0, 2), _CENTRES["fashion"]),
         _labels(found.test_labels),
         found.source,
+        (1, 14, 14),
     )
 
 
 def _fashion_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     del folder
     found = _embedded()
-    x = _finished(_pooled(np.concatenate([found.images, found.test_images]), 0, 2), 0.1)
+    images = np.concatenate([found.images, found.test_images])
+    x = _finished(_pooled(images, 0, 2), _CENTRES["mnist"])
     y = _labels(np.concatenate([found.labels, found.test_labels]))
-    return _split(x, y, 1000, seed, found.source)
+    return _split(x, y, 1000, seed, found.source, (1, 14, 14))
 
 
+_CENTRES = {"mnist": 0.1, "fashion": 0.3}
+"""Public centres of pixels in [0, 1]."""
 _INTERCEPT = 0.1
 """The constant beside scattering features of norm 1: an intercept that takes 1% of the norm."""
 
@@ -248,7 +263,7 @@ def _images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
     """The images of mnist, fashion or cifar10 in the folder of this name, (N, colours, …)."""
     where = cifar.WHERE if key == "cifar10" else "the four IDX files of each set"
     if folder is None:
-        raise _needs(f"{key} by scattering", f"a folder {key} with {where}")
+        raise _needs(f"the images of {key}", f"a folder {key} with {where}")
     place = folder / key
     if key == "cifar10":
         return place, cifar.from_folder(place)
@@ -283,7 +298,8 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         by = f", whitened by {public}" if public else ""
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
         source = f"{key} by scattering{by}: {sizes}"
-        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
+        image = None if public is not None else scattering.image(found.images)
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, image)
 
     return load
 
@@ -304,11 +320,33 @@ def _public_features(folder: Path | None, public: str) -> Tensor:
 def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
     """All of another set. It is whitened by itself: the task's own images decide nothing."""
 
+    return _all_of(_scattered(key, key if whitened else None))
+
+
+def _all_of(load: Callable[[Path | None], Pool]) -> Auxiliary:
+    """All of another set, whatever the seed."""
+
     def auxiliary(seed: int, folder: Path | None = None) -> Pool:
         del seed
-        return _scattered(key, key if whitened else None)(folder)
+        return load(folder)
 
     return auxiliary
+
+
+def _pixels(key: str) -> Callable[[Path | None], Pool]:
+    """A loader of whole grey images, centred at a constant."""
+
+    def load(folder: Path | None) -> Pool:
+        _, found = _images(folder, key)
+        x, test_x = (
+            _with_intercept(torch.from_numpy(images / np.float32(255)).flatten(1) - _CENTRES[key])
+            for images in (found.images, found.test_images)
+        )
+        source = f"{key}: {len(x):,} to draw from, {len(test_x):,} for testing"
+        shape = (1, *found.images.shape[2:])
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, shape)
+
+    return load
 
 
 _ADULT = "363d845d409c2d6325e284f09433536f3134330239bc58d7e43324fbcfef8869"
@@ -421,6 +459,22 @@ TASKS = {
             prepared.CAVEAT,
         ),
         Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
+        Task(
+            "mnist-images",
+            "MNIST, whole images",
+            10,
+            False,
+            _pixels("mnist"),
+            _all_of(_pixels("fashion")),
+        ),
+        Task(
+            "fashion-images",
+            "Fashion-MNIST, whole images",
+            10,
+            False,
+            _pixels("fashion"),
+            _all_of(_pixels("mnist")),
+        ),
         Task(
             "mnist-scattering",
             "MNIST, scattering",

@@ -21,6 +21,7 @@ from diminuendo import accounting
 from diminuendo.accounting.filters import GaussianFilter
 from diminuendo.budget import Budget
 from diminuendo.compare.clips import Rule
+from diminuendo.compare.convolution import Convolutional
 from diminuendo.compare.models import Layer, Model, Turn, Turned, shared
 from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
@@ -315,6 +316,8 @@ class Private:
         return torch.cat(sums, dim=1) / x.shape[1]
 
     def _norms(self, theta: Tensor) -> Tensor:
+        if isinstance(self.model, Convolutional):
+            return self.model.norms(theta, self._x, self._y)
         return torch.as_tensor(torch.stack([x.norms() for x in self.layers(theta)]).norm(dim=0))
 
     def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
@@ -335,6 +338,8 @@ class Private:
     ) -> Tensor:
         """The clipped sums, of the drawn examples (R, N) if given. Not private: for releases
         alone, after `pay`."""
+        if isinstance(self.model, Convolutional) and anchor is None:
+            return self.model.clipped(theta, self._x, self._y, rule, drawn)
         layers = self._layers(theta, anchor)
         factors = rule.factors([layer.norms() for layer in layers])
         if drawn is not None:

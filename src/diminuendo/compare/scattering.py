@@ -8,6 +8,7 @@ are kept as half precision in a file beside the data, because they take minutes 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,15 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     images  (N, colours, height, width), values from 0 to 255
     folder  where they are kept; a file that is whole, for the same images, is not computed again
     """
-    width = images.shape[1] * (1 + J * L + L * L * J * (J - 1) // 2)
-    size = width * (images.shape[2] >> J) * (images.shape[3] >> J)
     path = folder / f"{_FORM}-{_digest(images)}.npy"
+    size = math.prod(image(images))
     return _kept(path, (len(images), size), lambda: _computed(images, shown=shown))
+
+
+def image(images: NDArray[np.uint8]) -> tuple[int, int, int]:
+    """Channels, height and width of one image's features."""
+    colours, height, width = images.shape[1:]
+    return colours * (1 + J * L + L * L * J * (J - 1) // 2), height >> J, width >> J
 
 
 def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]:

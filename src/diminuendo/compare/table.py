@@ -13,6 +13,7 @@ import torch
 
 from diminuendo import _validate
 from diminuendo.budget import Budget
+from diminuendo.compare.convolution import Convolutional
 from diminuendo.compare.data import TASKS, Pool, Task
 from diminuendo.compare.lesson import Lesson
 from diminuendo.compare.method import Method, Settings, as_settings
@@ -22,6 +23,7 @@ from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 from diminuendo.replicas.statistics import Interval, interval
 
+MODELS = ("linear", "network", "cnn")
 _TUNING_SEED, _RUN_SEED, _LESSON_SEED = 10_000, 1, 20_000
 
 
@@ -259,11 +261,20 @@ def _next_point(
 
 
 def model_of(name: str, pool: Pool, task: Task) -> Model:
-    """The linear model, or the network with 32 hidden units."""
-    _validate.choice("the model", name, ("linear", "network"))
+    """The linear model, the network with 32 hidden units, or the small convolutional one."""
+    _validate.choice("the model", name, MODELS)
     if name == "linear":
         return Linear(pool.features, task.classes)
-    return Network(pool.features, task.classes)
+    if name == "network":
+        return Network(pool.features, task.classes)
+    if pool.image is None:
+        raise InputError(
+            "linear or network for features that are no images",
+            name="the model",
+            value=name,
+            remedy=f"Those of {task.key} are not.",
+        )
+    return Convolutional(pool.image, task.classes)
 
 
 @torch.no_grad()
@@ -298,10 +309,11 @@ def cells(
     epsilons: Sequence[float],
     methods: Sequence[str],
 ) -> list[Cell]:
-    """Every combination that can be run: methods for convex losses only on the linear model."""
+    """Every combination that can be run: methods for convex losses only on the linear model, and
+    methods that read examples' gradients layer by layer not on the convolutional one."""
     for name, given, known in (
         ("the task", tasks, TASKS),
-        ("the model", models, ("linear", "network")),
+        ("the model", models, MODELS),
         ("the method", methods, METHODS),
     ):
         for one in given:
@@ -315,5 +327,5 @@ def cells(
         for eps in epsilons
         for size in examples
         for key in methods
-        if METHODS[key].run is not None and not (METHODS[key].convex and model != "linear")
+        if METHODS[key].trains(model)
     ]
