@@ -48,8 +48,8 @@ class Drawn(NamedTuple):
 class Pool:
     """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1.
 
-    image  channels, height and width, in this order, where the other features are images
     preparation  what is done to each sample as a whole, and adds the constant; no claim covers it
+    image  channels, height and width, in this order, where the other features are images
     """
 
     x: Tensor
