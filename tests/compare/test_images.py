@@ -18,6 +18,7 @@ from diminuendo.budget import Budget
 from diminuendo.compare import cifar, data, scattering
 from diminuendo.compare.clips import Flat
 from diminuendo.compare.data import TASKS, Pool
+from diminuendo.compare.leaves import leaves
 from diminuendo.compare.models import Linear, Model, Network, shared
 from diminuendo.compare.private import Private
 
@@ -76,6 +77,31 @@ def test_whitening_is_a_map_of_one_image_that_public_images_decide(tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 5, "two maps and three results"
 
 
+def test_wide_features_are_whitened_by_the_smaller_matrix() -> None:
+    """With fewer public images than features: the same directions and lengths, up to signs."""
+    other = torch.randn(8, 12, generator=torch.Generator().manual_seed(6))
+    moments = (other.T @ other / other.square().sum()).double()
+    values, directions = torch.linalg.eigh(moments)
+    scales = (values.flip(0)[:5] + scattering.FLOOR) ** (-scattering.POWER / 2)
+    expected = directions.flip(1)[:, :5] * scales / scales.max()
+    found = scattering._map(other, 5).double()
+    torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-3, atol=1e-4)
+
+
+def test_drawn_leaves_are_public_pictures_of_one_seed() -> None:
+    one = leaves(3, seed=1)
+    assert one.shape == (3, 3, 32, 32)
+    assert np.array_equal(one, leaves(3, seed=1))
+    assert not np.array_equal(one, leaves(3, seed=2))
+    many = leaves(200).astype(np.float64)
+    greys = many.mean(axis=1)
+    assert many.min() < 5 < 250 < many.max()
+    flat = np.abs(np.diff(greys, axis=2)) < 2
+    assert 0.3 < flat.mean() < 0.95, "areas, and edges between them"
+    spread = (many - greys[:, None]).std() / greys.std()
+    assert 0.1 < spread < 0.8, "colours, but more light and shade"
+
+
 def test_parts_that_are_kept_are_never_in_other_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,8 +121,9 @@ def test_parts_that_are_kept_are_never_in_other_directions(
     torch.testing.assert_close(turned[1], -both[1])
 
 
+@pytest.mark.parametrize("key", ["mnist", "cifar10"])
 def test_tuning_for_whitened_images_never_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
 
@@ -108,11 +135,13 @@ def test_tuning_for_whitened_images_never_reads_them(
 
     monkeypatch.setattr(data, "_images", images)
     monkeypatch.setattr(scattering, "_map", lambda other, size: torch.eye(other.shape[1], size))
-    pool = TASKS["mnist-whitened"].auxiliary(0, tmp_path)
+    monkeypatch.setattr(data, "leaves", lambda count: random_images(count))
+    monkeypatch.setattr(data, "_LEAVES_DRAWN", 5)
+    pool = TASKS[f"{key}-whitened"].auxiliary(0, tmp_path)
     assert set(read) == {"fashion"}
     assert pool.features == scattering.DIRECTIONS + 1
-    assert TASKS["mnist-whitened"].load(tmp_path).source.startswith("mnist")
-    assert set(read) == {"fashion", "mnist"}
+    assert TASKS[f"{key}-whitened"].load(tmp_path).source.startswith(key)
+    assert set(read) == {"fashion", key}
 
 
 @pytest.mark.parametrize("key", ["mnist", "fashion", "cifar10"])

@@ -323,7 +323,7 @@ def test_the_noise_that_hides_the_solver_is_negligible(monkeypatch: pytest.Monke
     scales: list[float] = []
     real = Private.noised
 
-    def watched(self: Private, sums: Tensor, bound: float, sigma: float, **more: bool) -> Tensor:
+    def watched(self: Private, sums: Tensor, bound: float, sigma: float, **more: Any) -> Tensor:
         scales.append(bound * sigma)
         return real(self, sums, bound, sigma, **more)
 
@@ -484,7 +484,7 @@ def test_second_moments_have_the_noise_that_was_paid_for() -> None:
     x = 0.5 * x / x.norm(dim=2, keepdim=True)
     y = torch.zeros(400, 50, dtype=torch.int64)
     secret = Private(Linear(4, 2), x, y, BUDGET, seeds=range(400), largest_norm=0.5)
-    released = secret.second_moments(sigma=4.0)
+    released = torch.stack(list(secret.second_moments(sigma=4.0)))
     assert torch.equal(released, released.transpose(1, 2))
     errors = (released - x.transpose(1, 2) @ x / 50) * 50 / (4.0 * 0.5**2)
     diagonal = errors.diagonal(dim1=1, dim2=2)
@@ -511,9 +511,64 @@ def test_one_example_moves_the_second_moments_no_further_than_the_bound(
 
     monkeypatch.setattr(Private, "noised", noised)
     for rows in (x, without(x, 5)):
-        Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2]).second_moments(sigma=4.0)
-    moved = (sums[0] - sums[1]).norm(dim=1)
-    assert moved.tolist() == pytest.approx([min(length, 1.0) ** 2] * 2, rel=1e-4)
+        list(Private(Linear(7, 3), rows, y, BUDGET, seeds=[1, 2]).second_moments(sigma=4.0))
+    moved = [float((sums[r] - sums[2 + r]).norm()) for r in range(2)]
+    assert moved == pytest.approx([min(length, 1.0) ** 2] * 2, rel=1e-4)
+
+
+def test_second_moments_of_rows_that_replicas_share_are_summed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And each replica draws its own noise, as if the rows were its own."""
+    x, y = data()
+    rows, labels = x[:1].expand(2, -1, -1), y[:1].expand(2, -1)
+    alone = Private(Linear(7, 3), rows.contiguous(), labels, BUDGET, seeds=[1, 2])
+    expected = list(alone.second_moments(sigma=4.0))
+    assert not torch.equal(expected[0], expected[1])
+    sums: list[int] = []
+    real = Private._moments_of
+
+    def counted(self: Private, replica: int) -> Tensor:
+        sums.append(replica)
+        return real(self, replica)
+
+    monkeypatch.setattr(Private, "_moments_of", counted)
+    found = list(Private(Linear(7, 3), rows, labels, BUDGET, seeds=[1, 2]).second_moments(4.0))
+    assert sums == [0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_second_moments_are_paid_for_before_anybody_looks() -> None:
+    secret = private()
+    secret.second_moments(sigma=4.0)
+    assert [step.noise_multiplier for step in secret.granted()[0]] == [4.0]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_turned_features_give_the_gradients_of_the_turned_rows(together: bool) -> None:
+    """The rows themselves are not copied: a linear model's weights and sums are turned."""
+    x, y = data()
+    if together:
+        x, y = x[:1].expand(2, -1, -1), y[:1].expand(2, -1)
+    half = torch.randn(2, 7, 7, generator=torch.Generator().manual_seed(4))
+    matrices = (half + half.transpose(1, 2)) / 20
+    secret = Private(Linear(7, 3), x, y, BUDGET, seeds=[1, 2])
+    turned = secret.turned([matrices[0].matmul, matrices[1].matmul])
+    assert turned._x is secret._x
+    plain = Private(Linear(7, 3), x @ matrices, y, BUDGET, seeds=[1, 2])
+    theta = torch.randn(2, 21, generator=torch.Generator().manual_seed(5))
+    norms = plain._norms(theta)
+    torch.testing.assert_close(turned._norms(theta), norms)
+    clip = clips.Flat(float(norms.median()))  # half of the examples are clipped
+    torch.testing.assert_close(turned.gradient(theta, clip, 4.0), plain.gradient(theta, clip, 4.0))
+    torch.testing.assert_close(turned.mean_gradient(theta), plain.mean_gradient(theta))
+    torch.testing.assert_close(turned.accuracy(theta, 4.0), plain.accuracy(theta, 4.0))
+    assert secret.claimed() == plain.claimed(), "the same budget pays"
+
+
+def test_features_are_turned_for_models_of_one_layer() -> None:
+    with pytest.raises(dim.UsageError, match="one layer"):
+        private(model=Network(7, 3)).turned([torch.eye(7).matmul] * 2)
 
 
 def test_a_model_of_whitened_features_becomes_one_of_the_given_features(
@@ -528,16 +583,17 @@ def test_a_model_of_whitened_features_becomes_one_of_the_given_features(
     real = descent.descend
 
     def watched(turned: Private, *more: Any) -> Tensor:
-        trained["x"], trained["theta"] = turned._x, real(turned, *more)
+        trained["model"], trained["theta"] = turned.model, real(turned, *more)
+        trained["lengths"] = turned._lengths
         return torch.as_tensor(trained["theta"])
 
     monkeypatch.setattr(descent, "descend", watched)
     run = METHODS["uniform-whitened"].run
     assert run is not None
     theta = run(secret, {"lr": 2.0, "clip": 0.1, "steps": 5})
-    assert float(trained["x"].norm()) < 0.8 * float(x.norm()), "some direction was shortened"
+    assert float(trained["lengths"].norm()) < 0.8 * float(x.norm()), "a direction was shortened"
     model = Linear(7, 3)
-    expected = model.outputs(trained["theta"], trained["x"])
+    expected = trained["model"].outputs(trained["theta"], x)
     assert torch.allclose(model.outputs(theta, x), expected, atol=1e-5)
     again = Private(Linear(7, 3), x, y, Budget(epsilon=200.0, delta=1e-5), seeds=[1, 2])
     assert torch.equal(run(again, {"lr": 2.0, "clip": 0.1, "steps": 5}), theta), "repeats itself"

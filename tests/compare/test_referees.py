@@ -22,8 +22,9 @@ from torch import Tensor
 from diminuendo.budget import Budget
 from diminuendo.compare import whole
 from diminuendo.compare.auditing import any_settings
+from diminuendo.compare.convolution import Convolutional
 from diminuendo.compare.methods import METHODS
-from diminuendo.compare.models import Linear
+from diminuendo.compare.models import Linear, Model
 from diminuendo.compare.private import Private
 from diminuendo.events import GaussianStep
 
@@ -33,11 +34,12 @@ Kind = tuple[float, float]
 """Noise multiplier and sampling rate."""
 
 
-def hidden(budget: Budget = BUDGET) -> Private:
+def hidden(model: Model | None = None, features: int = 4) -> Private:
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 60, 4, generator=generator)
+    x = torch.randn(2, 60, features, generator=generator)
     y = torch.randint(3, (2, 60), generator=generator)
-    return Private(Linear(4, 3), x / x.norm(dim=2, keepdim=True), y, budget, seeds=[1, 2])
+    x = x / x.norm(dim=2, keepdim=True)
+    return Private(model or Linear(4, 3), x, y, BUDGET, seeds=[1, 2])
 
 
 def kinds(events: tuple[GaussianStep, ...]) -> Counter[Kind]:
@@ -138,6 +140,21 @@ def test_what_a_method_was_charged_is_within_its_claim(key: str) -> None:
             check(kinds(events), private.claimed(), BUDGET.delta)
 
 
+@pytest.mark.parametrize("key", [key for key in RUN if METHODS[key].trains("cnn")])
+@torch.no_grad()
+def test_what_a_convolutional_network_was_charged_is_within_its_claim(key: str) -> None:
+    private = hidden(Convolutional((2, 4, 4), 3), 2 * 4 * 4 + 1)
+    run = METHODS[key].run
+    assert run is not None
+    theta = run(private, any_settings(METHODS[key], 0))
+    assert theta.shape == (2, private.model.parameters)
+    assert bool(theta.isfinite().all())
+    assert not torch.equal(theta, private.start())
+    assert private.claimed() <= BUDGET.epsilon
+    for events in private.granted():
+        check(kinds(events), private.claimed(), BUDGET.delta)
+
+
 def test_the_referees_would_object() -> None:
     """To a claim that is 2% too small, of full batches and of sampled steps."""
     full = Counter({(10.0, 1.0): 30, (12.0, 1.0): 20})
@@ -161,8 +178,8 @@ MIXED = ("correlated", "banded")
 def test_noise_is_drawn_with_the_multiplier_that_was_paid(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One draw for each payment, in order. (Correlated noise is drawn at once: its covariance is
-    tested beside its methods.)"""
+    """One draw for each payment, in order; a release to one replica after the other is one draw.
+    (Correlated noise is drawn at once: its covariance is tested beside its methods.)"""
     paid: list[float] = []
     drawn: list[float] = []
     pay, noised = Private.pay, Private.noised
@@ -174,8 +191,10 @@ def test_noise_is_drawn_with_the_multiplier_that_was_paid(
     def watched_noised(
         self: Private, sums: Tensor, bound: float, sigma: float, **more: Any
     ) -> Tensor:
-        drawn.append(sigma)
+        if more.get("replicas", slice(0, 1)).start == 0:
+            drawn.append(sigma)
         assert len(drawn) == len(paid), "charged, then released"
+        assert sigma == drawn[-1]
         return noised(self, sums, bound, sigma, **more)
 
     monkeypatch.setattr(Private, "pay", watched_pay)

@@ -51,8 +51,9 @@ def test_full_batch_step_is_the_clipped_sum_plus_noise_over_n(noise: NoiseName) 
 
 
 def test_a_second_thread_is_refused_while_a_step_is_taken_and_charged_nothing() -> None:
-    model, found, others = make_model(), [], []
-    x, y = make_data()
+    model, (x, y) = make_model(), make_data()
+    found: list[Exception] = []
+    others: list[threading.Thread] = []
 
     def steps_elsewhere() -> None:
         try:

@@ -36,7 +36,7 @@ def compare(
         list[str] | None, typer.Option(help="mnist (default), fashion, adult, …; repeatable.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="linear (default) or network; repeatable.")
+        list[str] | None, typer.Option(help="linear (default), network or cnn; repeatable.")
     ] = None,
     examples: Annotated[list[int] | None, typer.Option(help="N; may be repeated.")] = None,
     epsilon: Annotated[list[float] | None, typer.Option(help="ε; may be repeated.")] = None,
@@ -98,10 +98,12 @@ def compare(
         delta=delta,
         given=_settings(settings),
     )
+    models = model or ["linear"]
     _refuse_listed(method or [])
+    _refuse_untrained(method or [], models)
     wanted = table.cells(
         tasks,
-        model or ["linear"],
+        models,
         examples or ([500] if quick else [250, 500, 1000, 2000]),
         epsilon or ([1.0, 8.0] if quick else [0.5, 1.0, 3.0, 8.0]),
         method or [key for key, one in METHODS.items() if one.run is not None],
@@ -147,6 +149,8 @@ def compare(
 
 
 def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict[str, Any]:
+    from diminuendo.compare.data import TASKS
+
     return {
         "page": str(written),
         "elsewhere": [cell.name for cell in left],
@@ -159,6 +163,7 @@ def _json(written: Path, left: list[Any], columns: dict[Any, list[Any]]) -> dict
                 "delta": row.entry.delta,
                 "method": row.entry.cell.method,
                 "epsilon_claimed": row.entry.epsilon_claimed,
+                "not_covered": TASKS[row.entry.cell.task].caveat,
                 "accuracy": row.accuracy.mean,
                 "half": row.accuracy.half,
                 "minus_uniform": None if row.over_uniform is None else row.over_uniform.mean,
@@ -218,6 +223,20 @@ def _refuse_listed(methods: list[str]) -> None:
         if key in METHODS and METHODS[key].run is None:
             raise InputError(
                 "one with a valid claim", name="--method", value=key, remedy=METHODS[key].claim
+            )
+
+
+def _refuse_untrained(methods: list[str], models: list[str]) -> None:
+    """Methods that were asked for and can train none of the models."""
+    from diminuendo.compare.methods import METHODS
+
+    for key in methods:
+        if key in METHODS and not any(METHODS[key].trains(model) for model in models):
+            raise InputError(
+                f"one that trains {' or '.join(models)}",
+                name="--method",
+                value=key,
+                remedy="It needs a convex loss, or gradients layer by layer: give --model linear.",
             )
 
 

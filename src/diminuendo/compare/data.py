@@ -14,10 +14,10 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,33 +25,73 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
-from diminuendo.compare import cifar, scattering
+from diminuendo.compare import cifar, prepared, scattering
+from diminuendo.compare.leaves import leaves
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
+from diminuendo.paper.drawn import drawn
 from diminuendo.tuning.auxiliary import Shape, gaussian
 
 Floats = NDArray[np.float32]
 
 
+class Drawn(NamedTuple):
+    """Samples to train and to test on: (R, N, features), (R, N), and the same for the tests."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1."""
+    """Examples to draw from and to test on, with a constant as their last feature; norms ≤ 1.
+
+    preparation  what is done to each sample as a whole, and adds the constant; no claim covers it
+    image  channels, height and width, in this order, where the other features are images
+    """
 
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
     source: str
+    image: tuple[int, int, int] | None = None
+    preparation: prepared.Components | None = None
+    _kept: dict[tuple[int, ...], Drawn] = field(default_factory=dict, init=False)
+    """The last prepared samples: every candidate and every method asks for the same."""
 
     @property
     def features(self) -> int:
         """Numbers of one example, the constant included."""
-        return self.x.shape[1]
+        return self.x.shape[1] if self.preparation is None else self.preparation.features
 
     def to(self, device: str) -> Pool:
         """The same data on a device."""
-        x, y = self.x.to(device), self.y.to(device)
-        return Pool(x, y, self.test_x.to(device), self.test_y.to(device), self.source)
+        names = ("x", "y", "test_x", "test_y")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def samples(self, examples: int, seeds: list[int]) -> Drawn:
+        """What methods get: a sample of N examples for each seed, and a test set for each."""
+        if self.preparation is None:
+            return self._drawn(examples, seeds)
+        place = (examples, *seeds)
+        if place not in self._kept:
+            self._kept.clear()
+            self._kept[place] = self._prepared(self._drawn(examples, seeds), self.preparation)
+        return self._kept[place]
+
+    def _drawn(self, examples: int, seeds: list[int]) -> Drawn:
+        x, y = self.draw(examples, seeds)
+        tests = self.test_x.expand(len(seeds), -1, -1), self.test_y.expand(len(seeds), -1)
+        return Drawn(x, y, *tests)
+
+    @staticmethod
+    def _prepared(drawn: Drawn, preparation: prepared.Components) -> Drawn:
+        pairs = [preparation(x, test_x) for x, test_x in zip(drawn.x, drawn.test_x, strict=True)]
+        x, test_x = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return drawn._replace(x=x, test_x=test_x)
 
     def draw(self, examples: int, seeds: list[int]) -> tuple[Tensor, Tensor]:
         """A sample of N examples without replacement for each seed: (R, N, features), (R, N)."""
@@ -79,7 +119,10 @@ class Auxiliary(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A data set by name: where it comes from, its classes, and its auxiliary data."""
+    """A data set by name: where it comes from, its classes, and its auxiliary data.
+
+    caveat  what the claims of its cells do not cover; "" where they cover everything
+    """
 
     key: str
     title: str
@@ -87,6 +130,7 @@ class Task:
     embedded: bool
     load: Callable[[Path | None], Pool]
     auxiliary: Auxiliary
+    caveat: str = ""
 
 
 def _finished(x: NDArray[np.float64] | Floats, centre: Floats | float) -> Tensor:
@@ -115,10 +159,17 @@ def _uci_digits() -> tuple[Floats, NDArray[np.int64]]:
     return (x / 16).astype(np.float32), np.asarray(y, dtype=np.int64)
 
 
-def _split(x: Tensor, y: Tensor, test: int, seed: int, source: str) -> Pool:
+def _split(
+    x: Tensor,
+    y: Tensor,
+    test: int,
+    seed: int,
+    source: str,
+    image: tuple[int, int, int] | None = None,
+) -> Pool:
     order = torch.from_numpy(np.random.default_rng([seed, 78]).permutation(len(x)))
     kept, held = order[test:], order[:test]
-    return Pool(x[kept], y[kept], x[held], y[held], source)
+    return Pool(x[kept], y[kept], x[held], y[held], source, image)
 
 
 def _wobbled(x: Floats, y: NDArray[np.int64], seed: int) -> tuple[Floats, NDArray[np.int64]]:
@@ -146,6 +197,7 @@ def _mnist(folder: Path | None) -> Pool:
         _finished(_pooled(found.test_images, 2, 3), centre),
         _labels(found.test_labels),
         found.source,
+        (1, 8, 8),
     )
 
 
@@ -154,7 +206,28 @@ def _mnist_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     x, y = _uci_digits()
     centre = x.mean(axis=0)
     more, labels = _wobbled(x, y, seed)
-    return _split(_finished(more, centre), _labels(labels), 2000, seed, "UCI's optical digits")
+    rows, own = _finished(more, centre), _labels(labels)
+    return _split(rows, own, 2000, seed, "UCI's optical digits", (1, 8, 8))
+
+
+def _on_components(found: digits.Digits) -> Pool:
+    """Whole images, each sample of which is prepared as the paper does it."""
+    images, tests = (
+        torch.from_numpy(part.reshape(len(part), -1) / np.float32(255))
+        for part in (found.images, found.test_images)
+    )
+    labels, test_labels = _labels(found.labels), _labels(found.test_labels)
+    source = f"{found.source}, on components of each sample"
+    return Pool(images, labels, tests, test_labels, source, preparation=prepared.Components())
+
+
+def _mnist_paper(folder: Path | None) -> Pool:
+    return _on_components(_embedded() if folder is None else digits.from_folder(folder))
+
+
+def _mnist_paper_auxiliary(seed: int, folder: Path | None = None) -> Pool:
+    del seed, folder
+    return _on_components(drawn())
 
 
 def _fashion(folder: Path | None) -> Pool:
@@ -162,22 +235,26 @@ def _fashion(folder: Path | None) -> Pool:
         raise _needs("Fashion-MNIST", "its four IDX files (https://github.com/zalandoresearch/)")
     found = digits.fashion_from_folder(folder)
     return Pool(
-        _finished(_pooled(found.images, 0, 2), 0.3),
+        _finished(_pooled(found.images, 0, 2), _CENTRES["fashion"]),
         _labels(found.labels),
-        _finished(_pooled(found.test_images, 0, 2), 0.3),
+        _finished(_pooled(found.test_images, 0, 2), _CENTRES["fashion"]),
         _labels(found.test_labels),
         found.source,
+        (1, 14, 14),
     )
 
 
 def _fashion_auxiliary(seed: int, folder: Path | None = None) -> Pool:
     del folder
     found = _embedded()
-    x = _finished(_pooled(np.concatenate([found.images, found.test_images]), 0, 2), 0.1)
+    images = np.concatenate([found.images, found.test_images])
+    x = _finished(_pooled(images, 0, 2), _CENTRES["mnist"])
     y = _labels(np.concatenate([found.labels, found.test_labels]))
-    return _split(x, y, 1000, seed, found.source)
+    return _split(x, y, 1000, seed, found.source, (1, 14, 14))
 
 
+_CENTRES = {"mnist": 0.1, "fashion": 0.3}
+"""Public centres of pixels in [0, 1]."""
 _INTERCEPT = 0.1
 """The constant beside scattering features of norm 1: an intercept that takes 1% of the norm."""
 
@@ -186,7 +263,7 @@ def _images(folder: Path | None, key: str) -> tuple[Path, cifar.Cifar]:
     """The images of mnist, fashion or cifar10 in the folder of this name, (N, colours, …)."""
     where = cifar.WHERE if key == "cifar10" else "the four IDX files of each set"
     if folder is None:
-        raise _needs(f"{key} by scattering", f"a folder {key} with {where}")
+        raise _needs(f"the images of {key}", f"a folder {key} with {where}")
     place = folder / key
     if key == "cifar10":
         return place, cifar.from_folder(place)
@@ -216,26 +293,60 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
         place, found = _images(folder, key)
         parts = [scattering.features(images, place) for images in (found.images, found.test_images)]
         if public is not None:
-            where, others = _images(folder, public)
-            other = scattering.features(others.images, where)
-            parts = scattering.whitened(parts, other, place)
+            parts = scattering.whitened(parts, _public_features(folder, public), place)
         x, test_x = (_with_intercept(part) for part in parts)
         by = f", whitened by {public}" if public else ""
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
         source = f"{key} by scattering{by}: {sizes}"
-        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
+        image = None if public is not None else scattering.image(found.images)
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, image)
 
     return load
+
+
+_LEAVES = "drawn leaves"
+"""Pictures that no data decide, as public as another set of images."""
+_LEAVES_DRAWN = 5000
+
+
+def _public_features(folder: Path | None, public: str) -> Tensor:
+    if public == _LEAVES:
+        assert folder is not None, "the images were found in it"
+        return scattering.features(leaves(_LEAVES_DRAWN), folder)
+    where, others = _images(folder, public)
+    return scattering.features(others.images, where)
 
 
 def _scattered_auxiliary(key: str, *, whitened: bool = False) -> Auxiliary:
     """All of another set. It is whitened by itself: the task's own images decide nothing."""
 
+    return _all_of(_scattered(key, key if whitened else None))
+
+
+def _all_of(load: Callable[[Path | None], Pool]) -> Auxiliary:
+    """All of another set, whatever the seed."""
+
     def auxiliary(seed: int, folder: Path | None = None) -> Pool:
         del seed
-        return _scattered(key, key if whitened else None)(folder)
+        return load(folder)
 
     return auxiliary
+
+
+def _pixels(key: str) -> Callable[[Path | None], Pool]:
+    """A loader of whole grey images, centred at a constant."""
+
+    def load(folder: Path | None) -> Pool:
+        _, found = _images(folder, key)
+        x, test_x = (
+            _with_intercept(torch.from_numpy(images / np.float32(255)).flatten(1) - _CENTRES[key])
+            for images in (found.images, found.test_images)
+        )
+        source = f"{key}: {len(x):,} to draw from, {len(test_x):,} for testing"
+        shape = (1, *found.images.shape[2:])
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, shape)
+
+    return load
 
 
 _ADULT = "363d845d409c2d6325e284f09433536f3134330239bc58d7e43324fbcfef8869"
@@ -338,7 +449,32 @@ TASKS = {
     task.key: task
     for task in (
         Task("mnist", "MNIST, 8×8 blocks", 10, True, _mnist, _mnist_auxiliary),
+        Task(
+            "mnist-paper",
+            "MNIST, 60 components of the private sample",
+            10,
+            True,
+            _mnist_paper,
+            _mnist_paper_auxiliary,
+            prepared.CAVEAT,
+        ),
         Task("fashion", "Fashion-MNIST, 14×14", 10, False, _fashion, _fashion_auxiliary),
+        Task(
+            "mnist-images",
+            "MNIST, whole images",
+            10,
+            False,
+            _pixels("mnist"),
+            _all_of(_pixels("fashion")),
+        ),
+        Task(
+            "fashion-images",
+            "Fashion-MNIST, whole images",
+            10,
+            False,
+            _pixels("fashion"),
+            _all_of(_pixels("mnist")),
+        ),
         Task(
             "mnist-scattering",
             "MNIST, scattering",
@@ -378,6 +514,14 @@ TASKS = {
             False,
             _scattered("fashion", "mnist"),
             _scattered_auxiliary("mnist", whitened=True),
+        ),
+        Task(
+            "cifar10-whitened",
+            "CIFAR-10, scattering, whitened by drawn leaves",
+            10,
+            False,
+            _scattered("cifar10", _LEAVES),
+            _scattered_auxiliary("fashion", whitened=True),
         ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),

@@ -60,6 +60,7 @@ class Method:
              method without a valid claim, which is listed and not run
     space    what is tuned, besides nothing
     convex   whether it needs a convex loss (the linear model)
+    layered  whether it reads examples' gradients layer by layer (not of the convolutional network)
     checked  what of its own paper was reproduced, and where; "" where nothing was
     reported what its paper reports and in which setting; "" where that is not known here
     learn    from auxiliary data and tuned settings to the numbers that are learnt there; they are
@@ -79,6 +80,7 @@ class Method:
     space: Mapping[str, Range] = field(default_factory=lambda: dict(COMMON))
     differs: str = ""
     convex: bool = False
+    layered: bool = False
     checked: str = ""
     reported: str = ""
     learn: Callable[[Lesson, Settings], dict[str, float]] | None = None
@@ -90,6 +92,12 @@ class Method:
     def digest(self) -> str:
         """Eight hexadecimal digits that differ where the tuned numbers or their ranges do."""
         return hashlib.sha256(repr(sorted(self.space.items())).encode()).hexdigest()[:8]
+
+    def trains(self, model: str) -> bool:
+        """Whether it can be run on linear, network or cnn."""
+        if self.run is None or (self.convex and model != "linear"):
+            return False
+        return not (self.layered and model == "cnn")
 
     def settings(self, point: Sequence[float]) -> dict[str, float]:
         """The settings at a point of the unit cube, one coordinate for each tuned number; what is

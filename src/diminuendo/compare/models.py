@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,15 +30,26 @@ def product(x: Tensor, weights: Tensor) -> Tensor:
     return (x[0] @ beside).view(-1, replicas, out).permute(1, 0, 2)
 
 
+Turn = Callable[[Tensor], Tensor]
+"""From columns, (features, how many), to A · columns, for a symmetric matrix A."""
+
+
+def turned(turns: Sequence[Turn], columns: Tensor) -> Tensor:
+    """Each replica's columns, (R, features, how many), by its map; flat."""
+    return torch.stack([turn(own) for turn, own in zip(turns, columns, strict=True)]).flatten(1)
+
+
 class Layer(NamedTuple):
     """What one layer's gradients are made of: inputs (R, N, in) and deltas (R, N, out).
 
-    `lengths` are the inputs' norms, (R, N), where they are known already.
+    `lengths` are the inputs' norms, (R, N), where they are known already. With `turns` the layer
+    sees A_r x in place of x, a linear map for each replica: `lengths` are then those of A_r x.
     """
 
     inputs: Tensor
     deltas: Tensor
     lengths: Tensor | None = None
+    turns: Sequence[Turn] | None = None
 
     def norms(self) -> Tensor:
         """Norms of the examples' gradients, (R, N)."""
@@ -47,14 +58,18 @@ class Layer(NamedTuple):
 
     def sums(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i · gradient_i, flat: (R, in × out)."""
+        total = self._sums(factors)
+        return total.flatten(1) if self.turns is None else turned(self.turns, total)
+
+    def _sums(self, factors: Tensor) -> Tensor:
         weighted = self.deltas * factors.unsqueeze(2)
         if not shared(self.inputs):
             # The same product the other way round is several times slower on a CPU.
-            return (weighted.transpose(1, 2) @ self.inputs).transpose(1, 2).flatten(1)
+            return (weighted.transpose(1, 2) @ self.inputs).transpose(1, 2)
         replicas, rows, out = weighted.shape
         beside = weighted.permute(1, 0, 2).reshape(rows, replicas * out)
         total = (beside.T @ self.inputs[0]).view(replicas, out, -1)
-        return total.transpose(1, 2).flatten(1)
+        return total.transpose(1, 2)
 
 
 class Model(ABC):
@@ -123,6 +138,40 @@ class Linear(Model):
     def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
         """One layer: x ⊗ (softmax − label)."""
         return [Layer(x, _residuals(self.outputs(theta, x), y))]
+
+
+@dataclass(frozen=True)
+class Turned(Model):
+    """A model of one layer on A_r x, a symmetric map for each replica r.
+
+    As (A x)ᵀW = xᵀ(A W), weights and sums are turned and the features are never copied.
+    """
+
+    model: Model
+    features: int
+    turns: Sequence[Turn]
+
+    @property
+    def parameters(self) -> int:
+        """The model's."""
+        return self.model.parameters
+
+    def start(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """The model's."""
+        return self.model.start(generators)
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """x · A W."""
+        return self.model.outputs(self._onto(theta), x)
+
+    def layers(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Layer]:
+        """One layer, A x ⊗ delta; its lengths are to be filled in."""
+        (layer,) = self.model.layers(self._onto(theta), x, y)
+        return [layer._replace(turns=self.turns)]
+
+    def _onto(self, theta: Tensor) -> Tensor:
+        """A W: the parameters that do to x what theta does to A x."""
+        return turned(self.turns, theta.view(len(theta), self.features, -1))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from diminuendo.compare.data import TASKS
 from diminuendo.compare.methods import METHODS
 from diminuendo.compare.summary import Column, Row, by_method, columns, verdict
 from diminuendo.compare.table import Effort, Entry
+from diminuendo.paper.data import NOT_COVERED
 from diminuendo.paper.output import write_csv
 from diminuendo.report import figures, html
 
@@ -46,7 +47,8 @@ _SUMMARY = (
 def column_title(column: Column) -> str:
     """A column in words."""
     task, model, examples, epsilon = column
-    return f"{TASKS[task].title}, {model}, N = {examples:,}, ε = {epsilon:g}"
+    title = f"{TASKS[task].title}, {model}, N = {examples:,}, ε = {epsilon:g}"
+    return f"{title} ({caveat})" if (caveat := TASKS[task].caveat) else title
 
 
 def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
@@ -71,7 +73,7 @@ def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
         sections.append(
             html.Section(
                 column_title(column),
-                f"Best: {best.title}, {best.accuracy.mean:.1%}.",
+                " ".join([f"Best: {best.title}, {best.accuracy.mean:.1%}.", *_not_covered(column)]),
                 html.figure(
                     pictures[column],
                     "Mean test accuracy with 95% intervals over runs.",
@@ -94,6 +96,11 @@ def write(folder: Path, entries: Sequence[Entry], effort: Effort) -> Path:
         footer=f"diminuendo {__version__}. Every number is also in table.csv and runs/.",
     )
     return html.write_page(folder / "index.html", document)
+
+
+def _not_covered(column: Column) -> tuple[str, ...]:
+    """What a column's claims do not cover, in full."""
+    return NOT_COVERED if TASKS[column[0]].caveat else ()
 
 
 def _given(effort: Effort) -> str:
@@ -170,7 +177,7 @@ def _write_csv(path: Path, table: dict[Column, list[Row]]) -> None:
         [
             *("task", "model", "examples", "epsilon", "method", "family", "accuracy", "half"),
             *("minus_uniform", "minus_uniform_half", "minus_strong", "minus_strong_half"),
-            *("epsilon_claimed", "settings"),
+            *("epsilon_claimed", "settings", "not_covered"),
         ],
         [
             [
@@ -182,6 +189,7 @@ def _write_csv(path: Path, table: dict[Column, list[Row]]) -> None:
                 *(row.over_strong or ("", "")),
                 row.entry.epsilon_claimed,
                 ";".join(f"{name}={value:.6g}" for name, value in row.entry.settings.items()),
+                TASKS[column[0]].caveat,
             ]
             for column, rows in table.items()
             for row in rows

@@ -11,7 +11,7 @@ Neighbours are add-remove: one example is there, or contributes nothing; N is pu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from diminuendo import accounting
 from diminuendo.accounting.filters import GaussianFilter
 from diminuendo.budget import Budget
 from diminuendo.compare.clips import Rule
-from diminuendo.compare.models import Layer, Model, shared
+from diminuendo.compare.convolution import Convolutional
+from diminuendo.compare.models import Layer, Model, Turn, Turned, shared
 from diminuendo.errors import BudgetRefused, UsageError
 from diminuendo.events import GaussianStep
 from diminuendo.spending import AdaptiveSpending, Spending
@@ -194,34 +195,55 @@ class Private:
         noisy = self.noised(sums, most / 2 * len(thetas) ** 0.5, sigma, seen=False)
         return noisy / self.facts.examples + most / 2
 
-    def second_moments(self, sigma: float) -> Tensor:
-        """Noisy second moments (1/N) Σ_i x_i x_iᵀ of the features, (R, features, features).
+    def second_moments(self, sigma: float) -> Iterator[Tensor]:
+        """Noisy second moments (1/N) Σ_i x_i x_iᵀ of the features, (features, features), of one
+        replica after the other, because each may be large.
 
         An example adds the matrix x xᵀ, of Frobenius norm |x|² ≤ B²: a longer x is cut to B.
         """
         self.pay(sigma)
-        largest, size = self.facts.largest_norm, self._x.shape[2]
-        factors = (largest / self._lengths.clamp(min=largest)).unsqueeze(2)
-        sums = torch.zeros(self.replicas, size, size, device=self.device)
-        for r, total in enumerate(sums):
-            for start in range(0, self.facts.examples, _ROWS):
-                rows = slice(start, start + _ROWS)
-                cut = self._x[r, rows] * factors[r, rows]
-                total += cut.T @ cut
-        noisy = self.noised(sums.flatten(1), largest**2, sigma, seen=False).view_as(sums)
-        return (noisy + noisy.transpose(1, 2)) / (2 * self.facts.examples)
+        return (self._noisy_moments(r, total, sigma) for r, total in self._moments())
 
-    def turned(self, change: Callable[[int, Tensor], Tensor]) -> Private:
-        """The same data with other features, at the expense of the same budget.
+    def _moments(self) -> Iterator[tuple[int, Tensor]]:
+        """The exact sums of each replica; those of rows that all replicas share are made once."""
+        total: Tensor | None = None
+        for r in range(self.replicas):
+            if total is None or not shared(self._x):
+                total = self._moments_of(r)
+            yield r, total
 
-        change  from the replica and its features, (N, features), to the new ones; decided by what
-                was released or is public, and for one example at a time
+    def _moments_of(self, replica: int) -> Tensor:
+        size, largest = self._x.shape[2], self.facts.largest_norm
+        factors = (largest / self._lengths[replica].clamp(min=largest)).unsqueeze(1)
+        total = torch.zeros(size, size, device=self.device)
+        for start in range(0, self.facts.examples, _ROWS):
+            rows = slice(start, start + _ROWS)
+            cut = self._x[replica, rows] * factors[rows]
+            total.addmm_(cut.T, cut)
+        return total
+
+    def _noisy_moments(self, replica: int, total: Tensor, sigma: float) -> Tensor:
+        flat, most = total.view(1, -1), self.facts.largest_norm**2
+        noisy = self.noised(flat, most, sigma, seen=False, replicas=slice(replica, replica + 1))
+        noisy = noisy.view_as(total)
+        return (noisy + noisy.T).div_(2 * self.facts.examples)
+
+    def turned(self, turns: Sequence[Turn]) -> Private:
+        """The same data with other features, at the expense of the same budget; for one layer.
+
+        turns  for each replica a symmetric linear map of features; decided by what was released or
+               is public
         """
+        if len(self.model.layers(self.start(), self._x[:, :1], self._y[:, :1])) != 1:
+            raise UsageError("Features are turned for models of one layer.")
         turned = copy.copy(self)
-        turned._x = torch.empty(self._x.shape, device=self.device)
-        for r, x in enumerate(self._x):
-            turned._x[r] = change(r, x)
-        turned._lengths = turned._x.norm(dim=2)
+        turned.model = Turned(self.model, self._x.shape[2], turns)
+        turned._lengths = torch.cat(
+            [
+                torch.cat([turn(rows.T).norm(dim=0) for rows in x.split(_ROWS)]).unsqueeze(0)
+                for turn, x in zip(turns, self._x, strict=True)
+            ]
+        )
         return turned
 
     def noises(self, mixing: Tensor) -> Tensor:
@@ -247,11 +269,13 @@ class Private:
         *,
         rate: float = 1.0,
         seen: bool = True,
+        replicas: slice = slice(None),
     ) -> Tensor:
-        """sums + σ·bound·z for what has been paid."""
-        noise = torch.stack([torch.randn(sums.shape[1], generator=g) for g in self._noise])
+        """sums + σ·bound·z for what has been paid; of some replicas alone if given."""
+        sources = self._noise[replicas]
+        noise = torch.stack([torch.randn(sums.shape[1], generator=g) for g in sources])
         scale = bound.unsqueeze(1) if isinstance(bound, Tensor) else bound
-        noisy = sums + noise.to(sums.device) * (sigma * scale)
+        noisy = sums + noise.to(sums.device).mul_(sigma * scale)
         if seen:
             self.show(noisy / scale, sigma, rate)
         return noisy
@@ -292,6 +316,8 @@ class Private:
         return torch.cat(sums, dim=1) / x.shape[1]
 
     def _norms(self, theta: Tensor) -> Tensor:
+        if isinstance(self.model, Convolutional):
+            return self.model.norms(theta, self._x, self._y)
         return torch.as_tensor(torch.stack([x.norms() for x in self.layers(theta)]).norm(dim=0))
 
     def _layers(self, theta: Tensor, anchor: Tensor | None) -> list[Layer]:
@@ -312,6 +338,8 @@ class Private:
     ) -> Tensor:
         """The clipped sums, of the drawn examples (R, N) if given. Not private: for releases
         alone, after `pay`."""
+        if isinstance(self.model, Convolutional) and anchor is None:
+            return self.model.clipped(theta, self._x, self._y, rule, drawn)
         layers = self._layers(theta, anchor)
         factors = rule.factors([layer.norms() for layer in layers])
         if drawn is not None:

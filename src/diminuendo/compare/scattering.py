@@ -8,6 +8,7 @@ are kept as half precision in a file beside the data, because they take minutes 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,15 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     images  (N, colours, height, width), values from 0 to 255
     folder  where they are kept; a file that is whole, for the same images, is not computed again
     """
-    width = images.shape[1] * (1 + J * L + L * L * J * (J - 1) // 2)
-    size = width * (images.shape[2] >> J) * (images.shape[3] >> J)
     path = folder / f"{_FORM}-{_digest(images)}.npy"
+    size = math.prod(image(images))
     return _kept(path, (len(images), size), lambda: _computed(images, shown=shown))
+
+
+def image(images: NDArray[np.uint8]) -> tuple[int, int, int]:
+    """Channels, height and width of one image's features."""
+    colours, height, width = images.shape[1:]
+    return colours * (1 + J * L + L * L * J * (J - 1) // 2), height >> J, width >> J
 
 
 def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]:
@@ -77,11 +83,19 @@ def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]
 
 
 def _map(other: Tensor, size: int) -> Tensor:
-    """The directions of the largest second moments, times (moment + FLOOR)^(−POWER/2)."""
-    moments = other.T @ other
-    values, directions = torch.linalg.eigh(moments / moments.trace())
-    scales = (values.flip(0)[:size].clamp(min=0) + FLOOR) ** (-POWER / 2)
-    return torch.as_tensor(directions.flip(1)[:, :size] * (scales / scales.max()))
+    """The directions of the largest second moments, times (moment + FLOOR)^(−POWER/2).
+
+    Computed from the smaller of the two Gram matrices, if that has so many directions.
+    """
+    wide = size <= len(other) < other.shape[1]
+    product = other @ other.T if wide else other.T @ other
+    values, directions = torch.linalg.eigh(product / product.trace())
+    values, directions = values.flip(0)[:size], directions.flip(1)[:, :size]
+    if wide:
+        directions = other.T @ directions
+        directions /= directions.norm(dim=0)
+    scales = (values.clamp(min=0) + FLOOR) ** (-POWER / 2)
+    return torch.as_tensor(directions * (scales / scales.max()))
 
 
 def _turned(own: Tensor, directions: Tensor) -> Tensor:

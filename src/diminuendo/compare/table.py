@@ -13,6 +13,7 @@ import torch
 
 from diminuendo import _validate
 from diminuendo.budget import Budget
+from diminuendo.compare.convolution import Convolutional
 from diminuendo.compare.data import TASKS, Pool, Task
 from diminuendo.compare.lesson import Lesson
 from diminuendo.compare.method import Method, Settings, as_settings
@@ -22,6 +23,7 @@ from diminuendo.compare.private import Private
 from diminuendo.errors import InputError
 from diminuendo.replicas.statistics import Interval, interval
 
+MODELS = ("linear", "network", "cnn")
 _TUNING_SEED, _RUN_SEED, _LESSON_SEED = 10_000, 1, 20_000
 
 
@@ -231,14 +233,14 @@ class Bench:
 def _lesson(task: Task, cell: Cell, pool: Pool, budget: Budget, pupils: int, rounds: int) -> Lesson:
     """Auxiliary samples to learn on, other than those on which candidates are scored."""
     seeds = [_LESSON_SEED + k for k in range(pupils)]
-    x, y = pool.draw(Lesson.size(cell.examples), seeds)
+    drawn = pool.samples(Lesson.size(cell.examples), seeds)
     most = Lesson.size(len(pool.test_x))
     return Lesson(
         model=model_of(cell.model, pool, task),
-        x=x,
-        y=y,
-        test_x=pool.test_x[:most].expand(pupils, -1, -1),
-        test_y=pool.test_y[:most].expand(pupils, -1),
+        x=drawn.x,
+        y=drawn.y,
+        test_x=drawn.test_x[:, :most],
+        test_y=drawn.test_y[:, :most],
         budget=budget,
         examples=cell.examples,
         rounds=rounds,
@@ -259,11 +261,20 @@ def _next_point(
 
 
 def model_of(name: str, pool: Pool, task: Task) -> Model:
-    """The linear model, or the network with 32 hidden units."""
-    _validate.choice("the model", name, ("linear", "network"))
+    """The linear model, the network with 32 hidden units, or the small convolutional one."""
+    _validate.choice("the model", name, MODELS)
     if name == "linear":
         return Linear(pool.features, task.classes)
-    return Network(pool.features, task.classes)
+    if name == "network":
+        return Network(pool.features, task.classes)
+    if pool.image is None:
+        raise InputError(
+            "linear or network for features that are no images",
+            name="the model",
+            value=name,
+            remedy=f"Those of {task.key} are not.",
+        )
+    return Convolutional(pool.image, task.classes)
 
 
 @torch.no_grad()
@@ -278,12 +289,11 @@ def _trained(
 ) -> tuple[list[float | None], list[float | None], float]:
     assert method.run is not None
     model = model_of(cell.model, pool, task)
-    x, y = pool.draw(cell.examples, seeds)
-    private = Private(model, x, y, budget, seeds=seeds)
+    drawn = pool.samples(cell.examples, seeds)
+    private = Private(model, drawn.x, drawn.y, budget, seeds=seeds)
     theta = method.run(private, settings)
-    test_x = pool.test_x.expand(len(seeds), -1, -1)
-    accuracy = model.accuracy(theta, test_x, pool.test_y.expand(len(seeds), -1))
-    loss = model.losses(theta, x, y).mean(1)
+    accuracy = model.accuracy(theta, drawn.test_x, drawn.test_y)
+    loss = model.losses(theta, drawn.x, drawn.y).mean(1)
     finite = theta.isfinite().all(1)
     return (
         [float(a) if ok else None for a, ok in zip(accuracy, finite, strict=True)],
@@ -299,10 +309,11 @@ def cells(
     epsilons: Sequence[float],
     methods: Sequence[str],
 ) -> list[Cell]:
-    """Every combination that can be run: methods for convex losses only on the linear model."""
+    """Every combination that can be run: methods for convex losses only on the linear model, and
+    methods that read examples' gradients layer by layer not on the convolutional one."""
     for name, given, known in (
         ("the task", tasks, TASKS),
-        ("the model", models, ("linear", "network")),
+        ("the model", models, MODELS),
         ("the method", methods, METHODS),
     ):
         for one in given:
@@ -316,5 +327,5 @@ def cells(
         for eps in epsilons
         for size in examples
         for key in methods
-        if METHODS[key].run is not None and not (METHODS[key].convex and model != "linear")
+        if METHODS[key].trains(model)
     ]

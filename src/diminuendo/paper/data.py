@@ -127,17 +127,22 @@ def draw(pool: Pool, examples: int, seed: int) -> Sample:
             remedy="The full MNIST (--data-dir or --fetch) has more than the embedded digits.",
         )
     rows = np.random.default_rng([seed, examples]).permutation(available)[:examples]
-    images = pool.images[rows].astype(np.float64)
+    train, test = prepared(pool.images[rows].astype(np.float64), pool.test_images, task)
+    return Sample(_tensors(train, pool.labels[rows]), _tensors(test, pool.test_labels))
+
+
+def prepared(
+    images: NDArray[np.float64], test_images: NDArray[np.float32], task: Task
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A sample's images and the test images by the sample's own map, as the paper prepares them."""
     centre, components = images.mean(axis=0), principal_components(images, task.features)
     projected = (images - centre) @ components
     spread = projected.std(axis=0)
     scaled = projected / spread
     scale = task.largest_norm / np.linalg.norm(scaled, axis=1).max()
     onto = (components / spread * scale).astype(np.float32)
-    return Sample(
-        _tensors(scaled * scale, pool.labels[rows]),
-        _tensors((pool.test_images - centre.astype(np.float32)) @ onto, pool.test_labels),
-    )
+    test = (test_images - centre.astype(np.float32)) @ onto
+    return (scaled * scale).astype(np.float32), test
 
 
 def draw_many(pool: Pool, examples: int, seeds: Sequence[int]) -> list[Sample]:

@@ -44,6 +44,7 @@ METHODS = (
         "coordinates that were scaled by what was released before.",
         run=_adadp,
         space={**COMMON, "floor": Range(0.03, 3.0)},
+        layered=True,
         differs="An example is clipped in the coordinates in which the noise is alike, so that the "
         "plain Gaussian account holds; the estimates leave the noise's own share out. Full "
         "batches.",

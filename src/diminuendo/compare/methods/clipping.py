@@ -113,6 +113,7 @@ METHODS = (
         "what was released before.",
         run=_adaclip,
         space={**COMMON, "clip": Range(0.01, 1.0)},
+        layered=True,
         differs="Full batches: the deviation of one example's gradient is estimated from that of "
         "the mean over N, and kept within a factor of 10 of its start.",
     ),

@@ -140,6 +140,7 @@ METHODS = (
         run=_policy,
         learn=_learn_policy,
         learned=_POLICY,
+        layered=True,
         alone=True,
         differs="The policy is a linear rule of how much of the training is over and how far the "
         "last released gradient stood out of its noise, in place of their learnt protector, and "
@@ -155,6 +156,7 @@ METHODS = (
         run=_schedule,
         learn=_learn_schedule,
         learned=_NOISE + _CLIP,
+        layered=True,
         differs="Noise and clip norm follow straight lines between six knots each; full batches; "
         "some ten rounds of learning, where their examples take 200 to 2,000. The data to learn on "
         "are never those to train on.",

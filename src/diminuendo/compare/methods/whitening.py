@@ -9,6 +9,7 @@ stands out of their noise is shortened. The rest of the budget trains.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from diminuendo.compare import descent
 from diminuendo.compare.method import Method, Settings
+from diminuendo.compare.models import turned
 from diminuendo.compare.private import Private
 
 SHARE = 0.2
@@ -31,12 +33,10 @@ def _whitened(private: Private, settings: Settings) -> Tensor:
     look = 1 / math.sqrt(SHARE * rate)
     sigmas = [math.sqrt(steps / ((1 - SHARE) * rate))] * steps
     shortened = [directions(m, look, private) for m in private.second_moments(look)]
-    turned = private.turned(lambda r, x: _shorter(x.T, *shortened[r]).T)
+    turns = [partial(_shorter, known=u, lengths=s) for u, s in shortened]
     update = descent.heavy_ball(settings["lr"])
-    theta = descent.descend(turned, sigmas, settings["clip"], update)
-    weights = theta.view(private.replicas, shortened[0][0].shape[0], -1)
-    back = [_shorter(own, *known) for own, known in zip(weights, shortened, strict=True)]
-    return torch.stack(back).flatten(1)
+    theta = descent.descend(private.turned(turns), sigmas, settings["clip"], update)
+    return turned(turns, theta.view(private.replicas, len(shortened[0][0]), -1))
 
 
 def directions(moments: Tensor, sigma: float, private: Private) -> tuple[Tensor, Tensor]:
@@ -49,9 +49,8 @@ def directions(moments: Tensor, sigma: float, private: Private) -> tuple[Tensor,
     facts, size = private.facts, len(moments)
     edge = sigma * facts.largest_norm**2 * math.sqrt(2 * size) / facts.examples
     # eigsh starts from a random vector unless one is given; a run must repeat itself.
-    values, vectors = eigsh(
-        moments.double().cpu().numpy(), k=min(_MOST, size - 1), which="LA", v0=np.ones(size)
-    )
+    matrix, start = moments.cpu().numpy(), np.ones(size, dtype=np.float32)
+    values, vectors = eigsh(matrix, k=min(_MOST, size - 1), which="LA", v0=start)
     above = values > edge
     return (
         torch.from_numpy(vectors[:, above]).float().to(moments.device),
