@@ -40,11 +40,11 @@ models-table: .venv-models/.ready
 	.venv-models/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-models.txt -e '.[models]'
 	touch $@
 
-bench: setup
+bench: setup .venv-models/.ready
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/accounting.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/models.py
+	.venv-models/bin/python benchmarks/models.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/noise.py
 	$(BIN)/python benchmarks/ledger.py
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/replicas.py

@@ -19,6 +19,7 @@ import gc
 import importlib.util
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -301,6 +302,18 @@ def measure(name: str, lora: bool, kinds: list[str], rounds: int, device: str) -
         print(f"{title:<14} {kind:<14} {middle * 1e3:9.1f} ms  x{ratio:5.2f}  {more}", flush=True)
 
 
+def _torchvision_of_another_torch() -> None:
+    """Let transformers' vision models be imported beside a torchvision without its own kernels,
+    such as PyPI's beside a torch for the CPU: they use none of them."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    except ImportError:
+        pass
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -308,9 +321,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--no-opacus", action="store_true")
     chosen = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        print("transformers is not installed: pip install transformers")
+    missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{' and '.join(missing)} not installed: pip install -e '.[models]'")
         return
+    _torchvision_of_another_torch()
+    warnings.simplefilter("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True

@@ -464,7 +464,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kappa": 20, "lr": []}, "lr to be a non-empty list"),
     ({"kappa": 20, "lr": "joint", "steps": 5, "schedule": "linear"}, "one of optimal, uniform"),
     ({"kappa": 20, "lr": "joint", "schedule": [1, 1, 1], "steps": 3}, "one of optimal, uniform"),
-    ({"kappa": 20, "lr": object(), "steps": 5}, "from an optimizer to a scheduler"),
+    ({"kappa": 20, "lr": ..., "steps": 5}, "from an optimizer to a scheduler"),
     ({"spectrum": [1, 0.1], "momentum": 0.9, "lr": [1, 1]}, r"influence.spectrum\(…, momentum"),
     ({"influence": [1, 2], "lr": "joint"}, "influence curve"),
     ({"kappa": 20, "momentum": 0.9, "lr": "joint", "steps": 5}, "Leave momentum out; or plan"),
