@@ -172,6 +172,7 @@ def test_command_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (tmp_path / "table-empirical.csv").exists()
 
 
+@pytest.mark.slow
 def test_one_part_run_again_leaves_the_other(
     reproduced: Reproduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_no_competitor_beats_the_optimal_schedule(
         assert np.sum(q * other**2) >= best * (1 - 5e-4)
 
 
+@pytest.mark.slow
 def test_the_optimal_schedule_where_rare_draws_decide_delta() -> None:
     """Transforms turn fast with σ there. Interpolated on fixed nodes, 0.44% of noise was left."""
     steps, rate = 125, 0.003115

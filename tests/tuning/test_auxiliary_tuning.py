@@ -149,7 +149,7 @@ print(found["best"], [len(f["trials"]) for f in found["families"].values()])
 """
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("journal", marks=pytest.mark.slow)])
 def test_machines_share_a_study(tmp_path: Path, kind: str) -> None:
     """At the same time, and every family has the same effort all the same."""
     storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"{tmp_path}/s.journal"

@@ -98,6 +98,7 @@ def test_the_best_beats_or_ties_the_best_of_every_ablation_on_held_out_data(labe
     assert any(one.matters for one in result.ablations)
 
 
+@pytest.mark.slow
 def test_a_linear_teacher_favours_a_linear_model_and_mixtures_a_network() -> None:
     """At a generous budget, so that parameters cost little."""
     generous = dim.Budget(epsilon=200, delta=1e-3)
@@ -288,6 +289,7 @@ def test_a_model_of_ordered_features_makes_later_ones_smaller(
         PrivateClassifier(plan=best, classes=[0, 1, 2]).fit(data[0].numpy(), data[1].numpy())
 
 
+@pytest.mark.slow
 def test_ordered_features_are_chosen_where_the_first_ones_matter() -> None:
     """And not where none matters more than another."""
     few = dim.Budget(epsilon=2, delta=1e-5)

@@ -82,10 +82,10 @@ def test_a_row_moves_the_moments_by_no_more_than_the_clip_norm(row: list[float])
 
 def test_the_noise_of_the_means_is_what_the_event_says() -> None:
     """Variance of 400 draws within 5 standard errors and more: false alarm below 1e-6."""
-    x = np.zeros((100, 1))
-    draws = [PrivateScaler(-1, 1, epsilon=1.0).fit(x).mean_[0] for _ in range(400)]
-    step = PrivateScaler(-1, 1, epsilon=1.0).plan_for(100, 1)
-    expected = float(step.sigmas[0]) * math.sqrt(5 / 4) / 100
+    x = np.zeros((100, 40))
+    draws = [PrivateScaler(-1, 1, epsilon=1.0).fit(x).mean_ for _ in range(10)]
+    step = PrivateScaler(-1, 1, epsilon=1.0).plan_for(100, 40)
+    expected = float(step.sigmas[0]) * math.sqrt(5 * 40 / 4) / 100
     assert np.std(draws) == pytest.approx(expected, rel=5.5 / math.sqrt(2 * 400))
 
 
