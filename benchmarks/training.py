@@ -273,13 +273,15 @@ def whole_step(
     optimiser: torch.optim.Optimizer,
     noise: NoiseName,
 ) -> Step:
-    """Request, clip, sum, noise, divide, update."""
+    """Draw, request, clip, sum, noise, divide, update."""
     private = PrivateGradients(model, uniform_plan(len(x)), noise=noise)
+    batches = private.batches((x, y))
 
     def step() -> None:
-        optimiser.zero_grad()
+        x, y = next(batches)
         private.backward(losses_of(name, model, x, y))
         optimiser.step()
+        optimiser.zero_grad()
 
     return step
 

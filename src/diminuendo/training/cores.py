@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 from queue import SimpleQueue
@@ -73,17 +73,19 @@ def side_by_side(call: Callable[[int], Result], count: int) -> list[Result]:
     return results  # type: ignore[return-value]
 
 
-@contextmanager
-def one_core() -> Iterator[None]:
+class one_core:
     """Within, torch uses one core in this thread: better for short operations, to which a second
     core would come too late. (A thread that begins meanwhile takes this for its own number.)
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+
+    __slots__ = ("_threads",)
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
 
 
 def few(entries: int) -> AbstractContextManager[None]:

@@ -281,7 +281,9 @@ class PrivateGradients:
                 raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._part = part
             rows = part.size if part.drawn is None else part.drawn
-            self.guard.watch(part.size, Drawn(source, batch, rows))
+            whole = self.sampler.rate(part.step) == 1 and persons is None
+            placed = whole and len(source.tensors) > 0
+            self.guard.watch(part.size, Drawn(source, batch, rows, placed))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -347,6 +349,7 @@ class PrivateGradients:
                 real=part.mask(losses.device),
                 beside=total.beside() if part.last else None,
                 places=total.places(part.parts),
+                placed=self.guard.placed,
             )
             total.take(found.sums)
             self.guard.refuse_writes()

@@ -18,11 +18,11 @@ from diminuendo.training.clipping import (
     Engine,
     Flat,
     PerLayer,
-    certified,
     device,
     kernels,
     products,
     rounding,
+    stretch,
     sums,
 )
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
@@ -99,11 +99,17 @@ def test_relaxed_sums_of_rows_stay_within_their_bound(
     kind: str, seed: int, examples: int, bound: float
 ) -> None:
     """In float32, as far as the allowance lets it, and summed over what was contributed at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "FEW", 0)
+        _check_relaxed_sums(kind, seed, examples, bound)
+
+
+def _check_relaxed_sums(kind: str, seed: int, examples: int, bound: float) -> None:
     rows = gradients(kind, examples, 3, seed)
     factors = clipped(rows, bound)
     term = Rows(rows, factors)
     in_double = term.error
-    term.relax(ALLOWANCE / 2 / examples)
+    term.relax(ALLOWANCE / 2, placed=False)
     total = term.precise()
     assert (
         squared_error(total, exact_sum(rows, factors))
@@ -120,23 +126,19 @@ def test_the_bound_is_no_larger_than_it_needs_to_be() -> None:
     for step in range(200):
         factors = torch.full((64,), 1.0 - step / 1000, dtype=torch.float64)
         term = Rows(rows, factors)
-        term.relax(1e-5)
+        term.relax(64e-5, placed=False)
         found = squared_error(term.precise(), exact_sum(rows, factors))
         worst = max(worst, math.sqrt(found) / (term.error * 6.4))
     assert 0.01 < worst <= 1
 
 
-@pytest.mark.parametrize(
-    "why", ["shared", "double", "small factor", "small bound", "large bound", "bfloat16"]
-)
+@pytest.mark.parametrize("why", ["shared", "double", "small bound", "large bound", "bfloat16"])
 def test_where_float32_has_not_the_range_or_the_digits_it_is_not_used(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = torch.randn(32, 4, dtype=torch.float64 if why == "double" else torch.float32)
     sensitivity = {"small bound": 2.0**-70, "large bound": 2.0**70}.get(why, 1.0)
     factors = torch.full((32,), 0.5, dtype=torch.float64)
-    if why == "small factor":
-        factors[3] = 2.0**-61
     if why == "bfloat16":
         monkeypatch.setattr(rounding, "_reduced", lambda like: True)
     term = Rows(rows, factors)
@@ -166,7 +168,7 @@ def test_terms_that_are_parts_of_one_norm_are_counted_once() -> None:
         certificate = Certificate(1.0, ALLOWANCE, torch.zeros(0, 11, dtype=torch.float64))
         for _ in range(count):
             term = Rows(torch.randn(64, 5), factors)
-            term.relax(ALLOWANCE / 2 / 64)
+            term.relax(ALLOWANCE / 2, placed=False)
             certificate.count(term, factors)
         errors.append(float(certificate.error()))
     assert errors[0] == errors[1] <= ALLOWANCE / 2
@@ -305,7 +307,7 @@ def test_work_beside_a_sum_that_fails_fails_the_sum(monkeypatch: pytest.MonkeyPa
 
 def test_the_range_of_float32_is_kept() -> None:
     """The smallest factor, bound and gradient that are let through, in exact arithmetic."""
-    low = certified.TAME[0]
+    low = stretch.TAME[0]
     rows = torch.tensor([[2.0**-20], [2.0**-66], [1.0]], dtype=torch.float32)
     factors = torch.tensor([low, 1.0, low], dtype=torch.float64)
     term = Rows(rows, factors)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diminuendo.training.clipping import kernels
+from diminuendo.training.cores import few
 
 DOUBLE = 2.0**-53
 """Unit roundoff of float64."""
@@ -102,7 +103,8 @@ def row_norm(per_example: Tensor) -> Tensor:
         return kernels.row_squares(flat).sqrt_().mul_(above(flat.shape[1]))
     if flat.dtype is torch.float64 or flat.is_cuda or not flat.numel():
         return _double_norm(flat)
-    norms = _single_norm(flat)
+    with few(flat.numel()):
+        norms = _single_norm(flat)
     shortest, longest = torch.aminmax(norms)
     if not (shortest.item() > _TAME[0] and longest.item() < _TAME[1]):  # NaN: some are odd
         odd = ~((norms > _TAME[0]) & (norms < _TAME[1]))
@@ -152,8 +154,9 @@ def joint_norm(parts: list[Tensor]) -> Tensor:
     if len(parts) == 2:
         return torch.hypot(*parts).mul_(above(4))
     stacked = torch.cat(parts).view(len(parts), -1)
-    # torch.linalg.vector_norm takes six times as long for a few parts of many examples.
-    return stacked.square_().sum(0).sqrt_().mul_(above(len(parts)))
+    with few(stacked.numel()):
+        # torch.linalg.vector_norm takes six times as long for a few parts of many examples.
+        return stacked.square_().sum(0).sqrt_().mul_(above(len(parts)))
 
 
 def coarse(like: Tensor, convolved: bool = False) -> bool:

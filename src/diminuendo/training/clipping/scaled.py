@@ -12,7 +12,7 @@ from diminuendo.training.clipping.certified import Buffers, Located, Summation
 from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.tape import WHOLE, Piece
-from diminuendo.training.cores import Beside, few
+from diminuendo.training.cores import FEW, Beside, few
 
 
 class Scaled:
@@ -91,8 +91,9 @@ class Scaled:
         for (slot, rows, _, _), part in zip(terms, parts, strict=True):
             total = sums[slot] if rows is WHOLE else sums[slot][rows]
             with few(part.numel()):
-                # Adding a transposed matrix takes longer than transposing it first.
-                total.add_(part.contiguous().view(total.shape))
+                # Of two cores, adding a transposed matrix takes longer than transposing it first.
+                part = part if part.numel() <= FEW else part.contiguous()
+                total.add_(part.reshape(total.shape))
 
     def certified(
         self,

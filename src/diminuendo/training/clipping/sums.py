@@ -7,6 +7,9 @@ the error of such a sum by random vectors, for docs/rounding.md, lemma 5.
 
 What is summed is exact by definition: rows ``G_i`` that were formed are what they are, and a
 product ``U_i^T V_i`` is that of its two tensors in real numbers.
+
+Examples are *placed* where another example in the place of one leaves all others in theirs, as in a
+full batch. Then only what one stretch of examples is rounded by counts, not all of them (lemma 8).
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from diminuendo.training.clipping.rounding import (
     cached,
     cancelled,
     coarse,
-    gamma,
     to_tf32,
-    unit,
 )
-from diminuendo.training.cores import Beside, few, pieces, side_by_side
+from diminuendo.training.clipping.stretch import Stretch, out_of_range
+from diminuendo.training.cores import FEW, Beside, few, pieces, side_by_side
 
 # Rows of a matrix product that are added up at a time in the type of the data.
 _QUICK = 1024
@@ -39,6 +41,10 @@ _NARROW, _NARROW_GPU = 64, 56
 # Fewest gradients to add up at a time in float32, unless they are all; for fewer, float64 is as
 # fast.
 _FEWEST = 16
+# The same for products, which float64 takes at half the speed, and fewest multiplications.
+_FEWEST_OF_PRODUCT, _LARGE = 32, 1 << 20
+# Entries of float32 sums over stretches that are held at a time.
+_HELD = 1 << 21
 # Entries of tokens that are looked up, held in float64 at a time.
 _LOOKED_UP = 1 << 22
 # Entries of the wider side of a product from which on its rows are divided among a CPU's cores.
@@ -52,10 +58,13 @@ class Term:
     of the precise sum is at most ``error`` times ``sum_i c_i m_i``, where ``m_i`` (``terms``, if
     known) bounds the sizes of what is added up for example i: at most ``cancelled`` times what is
     taken for its norm. If ``cancelled`` is 1, ``m_i`` is what this term adds to the norm.
+    ``stretch_error`` is what is to be added for the one stretch of placed examples in which two
+    neighbouring sums differ, over the bound for every ``c_i ||G_i||``.
     """
 
     checked = False
     error = 0.0
+    stretch_error = 0.0
     cancelled = 1.0
     terms: Tensor | None = None
 
@@ -64,12 +73,13 @@ class Term:
         self.terms, self.cancelled = None, cancelled(like)
         return self
 
-    def relax(self, error: float) -> None:
-        """Allow the precise sum an ``error`` of this size, if it is faster then.
+    def relax(self, error: float, placed: bool) -> None:
+        """Allow the precise sum an error of this part of the bound for every ``c_i ||G_i||``, over
+        all examples, or, where they are placed, over a stretch of them; if it is faster then.
 
-        Factors must be zero or within ``certified.TAME``, which keeps float32 from losing them.
+        The bound must be within ``TAME``, which keeps float32 from losing it.
         """
-        del error
+        del error, placed
 
     def precise(self) -> Tensor:
         """The sum with the error that ``error`` bounds; in float64 unless it was relaxed."""
@@ -123,36 +133,45 @@ class Rows(Term):
         self.error = DOUBLE * (len(self.factors) + 8)
         self._stretch = 0
 
-    def relax(self, error: float) -> None:
-        """Add up some gradients at a time in float32, and what comes out in float64.
-
-        A factor is rounded, a product is rounded, and as many sums as there are gradients, so that
-        the error is ``gamma(stretch + 1)`` for each stretch (docs/rounding.md, lemma 7).
-        """
+    def relax(self, error: float, placed: bool) -> None:
+        """Add up some gradients at a time in float32, and what comes out in float64."""
         if self.cancelled != 1.0 or self.rows.is_cuda or self.rows.dtype is not torch.float32:
             return
-        examples, rough = len(self.factors), unit(self.rows)
-        stretch = min(examples, math.floor(error / (rough * (1 + error))) - 2)
-        if stretch >= min(examples, _FEWEST):
-            self._stretch = stretch
-            self.error = gamma(stretch + 2, rough) + DOUBLE * (examples // stretch + 8)
+        stretch, examples = Stretch.of(self.rows, error, placed), len(self.factors)
+        if stretch.length < examples and self.rows.numel() <= FEW:
+            return
+        if stretch.length >= min(examples, _FEWEST):
+            self._stretch = stretch.length
+            self.error, self.stretch_error = stretch.errors(examples)
 
     def precise(self) -> Tensor:
-        flat, factors = self.rows.flatten(1), self.factors
-        if self._stretch:
-            step, dtype = self._stretch, flat.dtype
-            factors = factors.to(dtype)
+        flat = self.rows.flatten(1)
+        if not self._stretch:
+            return self._in_double(flat, self.factors).view(self.rows.shape[1:])
+        apart = out_of_range(self.factors)
+        factors = self.factors if apart is None else torch.where(apart, 0.0, self.factors)
+        factors = factors.to(flat.dtype)
+        if self._stretch >= len(flat):
+            total = torch.mv(flat.t(), factors)
         else:
-            step, dtype = cached(flat), torch.float64
+            total = flat.new_zeros(flat.shape[1], dtype=torch.float64)
+            parts = torch.split(flat, self._stretch), torch.split(factors, self._stretch)
+            for part, some in zip(*parts, strict=True):
+                total.add_(torch.mv(part.t(), some))
+        if apart is not None:
+            total = total.double() + self._in_double(flat, torch.where(apart, self.factors, 0.0))
+        return total.view(self.rows.shape[1:])
+
+    @staticmethod
+    def _in_double(flat: Tensor, factors: Tensor) -> Tensor:
+        step = cached(flat)
         if step >= len(flat):
-            return torch.mv(flat.to(dtype).t(), factors).view(self.rows.shape[1:])
+            with few(flat.numel()):
+                return torch.mv(flat.double().t(), factors)
         total = flat.new_zeros(flat.shape[1], dtype=torch.float64)
         for part, some in zip(torch.split(flat, step), torch.split(factors, step), strict=True):
-            if self._stretch:
-                total.add_(torch.mv(part.t(), some))
-            else:
-                total.addmv_(part.double().t(), some)
-        return total.view(self.rows.shape[1:])
+            total.addmv_(part.double().t(), some)
+        return total
 
 
 @dataclass
@@ -198,11 +217,21 @@ class Product(Term):
 
     Sums are kept as (narrower side) x (wider side), which is how matrix products are fastest.
     Where a GPU multiplies in TF32, u has been scaled and rounded, v has been rounded, and the
-    products are those of the rounded numbers. ``column`` is ``sum_i c_i w_i`` over the wider side w
-    in float64, a by-product of ``precise`` and ``probe``.
+    products are those of the rounded numbers. ``column`` is ``sum_i c_i w_i`` over the wider side
+    w, a by-product of ``precise`` and ``probe``: as exact as ``precise``, or as float64.
+
+    ``longest`` are bounds for the lengths of the rows of both sides, where an example has one token
+    and they are known: then a precise sum may be relaxed.
     """
 
-    def __init__(self, u: Tensor, v: Tensor, factors: Tensor, terms: Tensor | None) -> None:
+    def __init__(
+        self,
+        u: Tensor,
+        v: Tensor,
+        factors: Tensor,
+        terms: Tensor | None,
+        longest: Tensor | None = None,
+    ) -> None:
         many = u.dim() == 3
         self.terms = terms if many else None
         self.cancelled = cancelled(u) if many else 1.0
@@ -212,6 +241,12 @@ class Product(Term):
         self._vectors: Tensor | None = None
         self.factors = factors
         self.weights: Tensor | None = factors
+        self._longest = None if many or u.is_cuda else longest
+        self._stretch = 0
+        self._scaled: Tensor | None = None
+        """Of a relaxed sum, the narrower side and ones, times the factors."""
+        self._apart: Tensor | None = None
+        """Of a relaxed sum, the examples that float32 has not the range for."""
         if coarse(u):
             u, self.weights = to_tf32(u * spread(factors.to(u.dtype), u)), None
         elif many:
@@ -227,6 +262,34 @@ class Product(Term):
         added = min(length, self.block) + length // self.block + len(self.pieces)
         self.error = DOUBLE * (added + 8)
 
+    def relax(self, error: float, placed: bool) -> None:
+        """Add up some products at a time in float32, each times its factor."""
+        if self._longest is None or self.checked or self.cancelled != 1.0:
+            return
+        if self.narrow.dtype is not torch.float32 or self.cost < _LARGE:
+            return
+        stretch, examples = Stretch.of(self.narrow, error, placed), len(self.factors)
+        if stretch.length >= min(examples, _FEWEST_OF_PRODUCT):
+            self._stretch = stretch.length
+            self.error, self.stretch_error = stretch.errors(examples)
+            self._apart = out_of_range(self.factors, self._longest)
+            factors = self.factors
+            if self._apart is not None:
+                factors = torch.where(self._apart, 0.0, factors)
+            with few(self.narrow.numel()):
+                self._scaled = self._left(slice(None), torch.float32, factors)
+            self.pieces = self._divided()
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether the precise sum is float32 for each stretch."""
+        return self._stretch > 0
+
+    @property
+    def cost(self) -> float:
+        """How long the precise sum takes: as long as so many multiplications in float64."""
+        return self.narrow.numel() * self.wide.shape[1] * (0.6 if self._stretch else 1.0)
+
     def _divided(self) -> list[slice]:
         """Rows for each core of a CPU, where the sums of all cores together are small beside them.
 
@@ -234,36 +297,82 @@ class Product(Term):
         """
         length, width = self.narrow.shape
         small = self.wide.is_cuda or self.wide.numel() < _DIVIDED
-        return pieces(length, 1 if small else length // max(1, 2 * width))
+        return self._whole(pieces(self._units, 1 if small else length // max(1, 2 * width)))
 
     def lighten(self, part: float) -> None:
         """Have the first core take this part less than its even share of the rows."""
-        length, count = self.narrow.shape[0], len(self.pieces)
-        first = max(1, int(self.pieces[0].stop * (1 - part)))
-        rest = pieces(length - first, count - 1)
-        self.pieces = [slice(0, first)] + [slice(first + r.start, first + r.stop) for r in rest]
+        count, grain = len(self.pieces), self._stretch or 1
+        first = max(1, int(self.pieces[0].stop // grain * (1 - part)))
+        rest = pieces(self._units - first, count - 1)
+        self.pieces = self._whole(
+            [slice(0, first)] + [slice(first + r.start, first + r.stop) for r in rest]
+        )
+
+    @property
+    def _units(self) -> int:
+        """Into how many pieces the rows may be divided: no stretch is torn apart."""
+        return -(-self.narrow.shape[0] // (self._stretch or 1))
+
+    def _whole(self, units: list[slice]) -> list[slice]:
+        length, grain = self.narrow.shape[0], self._stretch or 1
+        return [slice(p.start * grain, min(p.stop * grain, length)) for p in units]
 
     def _shaped(self, total: Tensor) -> Tensor:
         return total.t() if self.turned else total
 
     def exact_piece(self, number: int, vectors: Tensor | None) -> Tensor:
-        """What some of the rows add to the sum in float64, or to its product with the vectors; the
+        """What some of the rows add to the precise sum, or to its product with the vectors; the
         column below it."""
-        rows, total = self.pieces[number], None
-        weights = None if self.weights is None else self.weights[rows].unsqueeze(1)
+        rows = self.pieces[number]
+        if self._scaled is None or vectors is not None:
+            return self._in_double(rows, vectors, self.weights)
+        total = self._in_stretches(self._scaled[rows], self.wide[rows].contiguous())
+        if self._apart is None:
+            return total
+        return total.add_(self._in_double(rows, None, torch.where(self._apart, self.factors, 0.0)))
+
+    def _in_stretches(self, *sides: Tensor) -> Tensor:
+        """Float32 for each stretch of rows, and what comes out in float64."""
+        size = sides[0].shape[1] * sides[1].shape[1]
+        at_once = self._stretch * max(1, _HELD // size)
+        total: Tensor | None = None
+        for part, other in zip(*[torch.split(side, at_once) for side in sides], strict=True):
+            if len(part) % self._stretch:  # the last ones
+                whole = len(part) - len(part) % self._stretch
+                sums = torch.mm(part[whole:].t(), other[whole:]).double()
+                part, other = part[:whole], other[:whole]
+                total = sums if total is None else total.add_(sums)
+            if len(part):
+                narrow, wide = (x.view(-1, self._stretch, x.shape[1]) for x in (part, other))
+                sums = torch.bmm(narrow.mT, wide).sum(0, dtype=torch.float64)
+                total = sums if total is None else total.add_(sums)
+        assert total is not None
+        return total
+
+    def _left(self, rows: slice, dtype: torch.dtype, weights: Tensor | None) -> Tensor:
+        """The narrower side and a column of ones, times the weights."""
+        count = self.narrow.shape[1]
+        narrow = self.narrow[rows]
+        left = narrow.new_empty(len(narrow), _liked(count + 1), dtype=dtype)
+        left[:, :count] = narrow
+        left[:, count:] = 0.0
+        left[:, count] = 1.0
+        if weights is not None:
+            left.mul_(weights[rows].unsqueeze(1).to(dtype))
+        return left
+
+    def _in_double(self, rows: slice, vectors: Tensor | None, weights: Tensor | None) -> Tensor:
+        """Some of the rows in float64."""
+        total = None
         if vectors is None:
-            count = self.narrow.shape[1]
-            shape = rows.stop - rows.start, _liked(count + 1)
-            left = self.factors.new_empty(shape, dtype=torch.float64)
-            left[:, :count] = self.narrow[rows]
-            left[:, count:] = 0.0
+            left = self._left(rows, torch.float64, weights)
         else:
             count = vectors.shape[1]
             padded = F.pad(vectors, (0, _liked(count + 1) - count))
             left = torch.mm(self.narrow[rows].double(), padded)
-        left[:, count] = 1.0
-        if weights is not None:
-            left.mul_(weights)
+            left[:, count] = 1.0
+            if weights is not None:
+                left.mul_(weights[rows].unsqueeze(1))
         parts = torch.split(left, self.block), torch.split(self.wide[rows], self.block)
         for part, wide in zip(*parts, strict=True):
             if total is None:
@@ -382,7 +491,7 @@ def multiply(jobs: Sequence[Job], beside: Beside | None = None) -> None:
 def _make_room(jobs: Sequence[Job], cost: float) -> None:
     """Leave the first core as many multiplications less as it has other work."""
     divided = [job.product for job in jobs if len(job.product.pieces) > 1]
-    whole = sum(product.narrow.numel() * product.wide.shape[1] for product in divided)
+    whole = sum(product.cost for product in divided)
     for product in divided:
         product.lighten(min(0.9, cost * (len(product.pieces) - 1) / whole))
 
@@ -393,6 +502,19 @@ class Column(Rows):
 
     product: Product
 
+    def relax(self, error: float, placed: bool) -> None:
+        """As the product does, of which this is a by-product."""
+        super().relax(error, placed)
+        if not self.product.relaxed:
+            self.product.relax(error, placed)
+        if self._served:
+            self.error, self.stretch_error = self.product.error, self.product.stretch_error
+
+    @property
+    def _served(self) -> bool:
+        """Whether the product may give this sum: gradients that others may cancel need float64."""
+        return self.cancelled == 1.0 or not self.product.relaxed
+
     def precise(self) -> Tensor:
         column = self.product.column
-        return super().precise() if column is None else column
+        return column if column is not None and self._served else super().precise()

@@ -62,6 +62,8 @@ class LinearPiece(Piece):
         self._totals: Tensor | None = None
         self._terms: Tensor | None = None
         self._product: Product | None = None
+        self._longest: Tensor | None = None
+        """Of one token, the longer one of its gradient and its input, from above."""
         self._pair: tuple[Tensor, Tensor] | None = None
         """On a GPU, the norms of one token's gradients and of its products."""
         self._summed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
@@ -121,7 +123,9 @@ class LinearPiece(Piece):
             if bias is not None:
                 result.append(Report(id(bias), Kind.NORM, out))
             if weight is not None and v is not None:
-                product = row_norm(v).mul_(out).mul_(above(1))
+                length = row_norm(v)
+                self._longest = torch.maximum(length, out)
+                product = length.mul_(out).mul_(above(1))
                 norms = Size(product, product).rounded().norm if coarse(u) else product
                 result.append(Report(id(weight), Kind.NORM, norms))
             return result
@@ -189,7 +193,7 @@ class LinearPiece(Piece):
         assert self.inputs is not None
         if serves(self._u(), self.inputs):
             return [(WHOLE, DeviceProduct(self._u(), self.inputs, factors, self._terms))]
-        product = Product(self._u(), self.inputs, factors, self._terms)
+        product = Product(self._u(), self.inputs, factors, self._terms, self._longest)
         if self.bias is not None:
             self._product = product
         return [(WHOLE, product)]
