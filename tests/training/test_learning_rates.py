@@ -203,6 +203,35 @@ def test_a_loop_of_its_own_is_told_that_falling_noise_is_for_a_constant_rate() -
     fall(make_plan(gamma=0.95, schedule="uniform"))
 
 
+@pytest.mark.parametrize(
+    ("make", "used"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.2), "0"),
+        (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), None),
+        (lambda p: torch.optim.Adam(p, lr=0.2, betas=(0.8, 0.999)), "0.8"),
+        (lambda p: torch.optim.Adam(p, lr=0.2), None),
+        (lambda p: PrivateDescent(p, lr=0.2, beta=0.9), None),
+        (lambda p: PrivateDescent(p, lr=0.2, beta=0.0), "0"),
+    ],
+)
+def test_a_loop_is_told_once_that_the_noise_was_made_for_another_momentum(
+    make: Any, used: str | None
+) -> None:
+    model = make_model()
+    private = PrivateGradients(model, make_plan(gamma=0.95, momentum=0.9))
+    optimizer = make(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in private.batches(LINEAR.data()):
+            private.backward(LOSS(model(x), y))
+            optimizer.step()
+    private.close()
+    told = [str(one.message) for one in caught if isinstance(one.message, dim.PlanWarning)]
+    told = [text for text in told if "momentum" in text]
+    assert len(told) == (used is not None)
+    assert used is None or f"momentum is {used}, where the plan has 0.9" in told[0]
+
+
 @pytest.mark.parametrize("falling", [True, False])
 def test_a_run_that_begins_or_ends_at_a_learning_rate_of_zero_is_finite(falling: bool) -> None:
     """It ended at NaN with the budget spent: noise that is infinite in float32, times zero."""

@@ -41,7 +41,8 @@ class Watch:
     """Warns, once, where an optimizer steps with another learning rate than the plan has.
 
     For loops of one's own, which nothing else can look into. The learning rate of the first step
-    that is seen is taken as the unit of the plan's.
+    that is seen is taken as the unit of the plan's. Warns as well where the noise was made for
+    momentum and the optimizer has another one, or none.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Watch:
         rates: Sequence[float] | None,
         steps: int,
         taken: Callable[[], int | None],
+        momentum: float | None = None,
     ) -> None:
         """`rates` is None for a constant learning rate; `taken` says how many steps are over, or
         None once there is nothing to watch.
         """
+        self._momentum = momentum
         self._own = {id(parameter) for parameter in parameters}
         self._constant = rates is None
         self._rates = [1.0] * steps if rates is None else rates
@@ -92,6 +95,7 @@ class Watch:
         group = self._group(optimizer)
         if self._over or group is None or not 0 < step <= len(self._rates):
             return
+        self._look_at_momentum(group)
         if isinstance(group["lr"], Tensor) and step & (step - 1):
             return  # to read it may be to wait for a GPU: at the 1st, 2nd, 4th, 8th … step only
         used, planned = float(group["lr"]), self._rates[step - 1]
@@ -116,6 +120,22 @@ class Watch:
             PlanWarning,
             stacklevel=4,
         )
+
+    def _look_at_momentum(self, group: dict[str, Any]) -> None:
+        planned, self._momentum = self._momentum, None
+        if planned is None:
+            return
+        names = [name for name in ("beta", "betas", "momentum") if name in group]
+        used = group[names[0]] if names else 0.0
+        used = used[0] if isinstance(used, tuple) else used
+        if abs(float(used) - planned) > _CLOSE:
+            warnings.warn(
+                f"The optimizer's momentum is {float(used):.6g}, where the plan has {planned:.6g}: "
+                "its noise was made for that. Give the optimizer this momentum, or plan for yours "
+                "with momentum=….",
+                PlanWarning,
+                stacklevel=5,
+            )
 
     def _group(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         for group in optimizer.param_groups:

@@ -199,7 +199,8 @@ class PrivateGradients:
             return None if private is None else private.step
 
         rates = None if planned is None else planned.tolist()
-        return Watch(self.engine.parameters, rates, self.plan.steps, taken)
+        steps, momentum = self.plan.steps, self.plan.momentum
+        return Watch(self.engine.parameters, rates, steps, taken, momentum)
 
     def _asked_by_the_first(self, spending: Spending | None) -> Spending:
         if isinstance(spending, RankSpending):
