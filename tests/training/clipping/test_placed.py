@@ -17,11 +17,12 @@ from torch.utils.data import TensorDataset
 
 import diminuendo as dim
 from diminuendo.training import PrivateGradients, fit
-from diminuendo.training.clipping import Engine, Flat, PerLayer, sums
+from diminuendo.training.clipping import Engine, Flat, PerLayer, product_sums, sums
 from diminuendo.training.clipping.certificate import ALLOWANCE
 from diminuendo.training.clipping.certified import Located, Summation
+from diminuendo.training.clipping.product_sums import Column, Product
 from diminuendo.training.clipping.stretch import Stretch
-from diminuendo.training.clipping.sums import Product, Rows, Term
+from diminuendo.training.clipping.sums import Rows, Term
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,7 @@ def test_neighbouring_sums_differ_by_one_contribution_and_the_error_of_one_stret
     """In exact arithmetic, whatever stands in the place of the one example."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "FEW", 0)
-        patch.setattr(sums, "_LARGE", 0)
+        patch.setattr(product_sums, "_LARGE", 0)
         u, v = tokens(gradients, examples, seed)
         factors = factors_of(u, v)
         first, used = placed_sum(u, v, factors, kind)
@@ -148,7 +149,7 @@ def test_neighbouring_sums_differ_by_one_contribution_and_the_error_of_one_stret
 def test_all_stretches_but_one_are_the_same_to_the_last_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sums, "_LARGE", 0)
+    monkeypatch.setattr(product_sums, "_LARGE", 0)
     u, v = tokens("random", 1000, 3)
     factors = factors_of(u, v)
     length = Stretch.of(u, 0.97 * ALLOWANCE, placed=True).length
@@ -188,11 +189,11 @@ def test_a_bias_whose_uses_may_cancel_takes_no_column_of_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shared parameters are summed in float64: their parts may be longer than what is clipped."""
-    monkeypatch.setattr(sums, "_LARGE", 0)
+    monkeypatch.setattr(product_sums, "_LARGE", 0)
     u, v = torch.randn(250, 3), torch.randn(250, 4)
     factors = torch.full((250,), 0.5, dtype=torch.float64)
     product = Product(u, v, factors, None, torch.full((250,), 10.0, dtype=torch.float64))
-    column = sums.Column(v, factors, product).of_shared(v)
+    column = Column(v, factors, product).of_shared(v)
     summation = Summation()
     summation.placed = True
     located = [

@@ -20,6 +20,7 @@ from diminuendo.training.clipping import (
     PerLayer,
     device,
     kernels,
+    product_sums,
     products,
     rounding,
     stretch,
@@ -29,10 +30,11 @@ from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate
 from diminuendo.training.clipping.certified import Located, Summation
 from diminuendo.training.clipping.device import DeviceConvolved, DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
+from diminuendo.training.clipping.product_sums import Job, Product, multiply
 from diminuendo.training.clipping.reports import Group
 from diminuendo.training.clipping.rounding import row_norm
 from diminuendo.training.clipping.scaled import Scaled
-from diminuendo.training.clipping.sums import Job, Lookup, Product, Rows, multiply
+from diminuendo.training.clipping.sums import Lookup, Rows
 from diminuendo.training.cores import Beside
 
 
@@ -213,7 +215,7 @@ def test_a_whole_model_against_rational_arithmetic(clip: Flat | PerLayer) -> Non
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_products_divided_among_cores(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sum for any number of cores, to float64's rounding, and for odd numbers of rows."""
-    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    monkeypatch.setattr(product_sums, "_DIVIDED", 1)
     torch.manual_seed(0)
     shape = (101,) if tokens == 1 else (101, tokens)
     u, v = torch.randn(*shape, 5), torch.randn(*shape, 9)
@@ -244,7 +246,7 @@ def test_a_core_that_has_other_work_takes_fewer_rows(
 ) -> None:
     """Every row enters the sum once, within the bound, whatever else a core does; in one thread,
     with nothing to do beside, the other work is left undone."""
-    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    monkeypatch.setattr(product_sums, "_DIVIDED", 1)
     torch.manual_seed(0)
     u, v = torch.randn(101, 5), torch.randn(101, 9)
     factors = torch.rand(101, dtype=torch.float64)
@@ -294,7 +296,7 @@ def test_tokens_that_are_looked_up_in_blocks(
 
 
 def test_work_beside_a_sum_that_fails_fails_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_DIVIDED", 1)
+    monkeypatch.setattr(product_sums, "_DIVIDED", 1)
     torch.set_num_threads(2)
     product = Product(torch.randn(40, 5), torch.randn(40, 9), torch.ones(40).double(), None)
 

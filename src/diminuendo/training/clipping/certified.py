@@ -13,8 +13,9 @@ from diminuendo.training.clipping.certificate import Certificate, normal, on_dev
 from diminuendo.training.clipping.device import DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lanes import Lanes
+from diminuendo.training.clipping.product_sums import Job, Product, multiply
 from diminuendo.training.clipping.stretch import TAME
-from diminuendo.training.clipping.sums import Job, Product, Term, multiply
+from diminuendo.training.clipping.sums import Term
 from diminuendo.training.clipping.tape import WHOLE
 from diminuendo.training.cores import Beside
 from diminuendo.training.mechanism.kernels import sent

@@ -26,8 +26,9 @@ from diminuendo.training.clipping.contract import (
 )
 from diminuendo.training.clipping.device import DeviceProduct, keeps_half, serves
 from diminuendo.training.clipping.errors import EngineError, place
+from diminuendo.training.clipping.product_sums import Column, Product
 from diminuendo.training.clipping.rounding import TF32, above, coarse, row_norm, to_tf32
-from diminuendo.training.clipping.sums import Column, Known, Product, Rows, Term
+from diminuendo.training.clipping.sums import Known, Rows, Term
 from diminuendo.training.clipping.tape import (
     WHOLE,
     Kind,
