@@ -339,7 +339,7 @@ def _patched(key: str) -> Callable[[Path | None], Pool]:
     def load(folder: Path | None) -> Pool:
         place, found = _images(folder, key)
         x, test_x = (
-            _with_intercept(patches.features(images, place))
+            _with_intercept(patches.evened(patches.features(images, place), place))
             for images in (found.images, found.test_images)
         )
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"

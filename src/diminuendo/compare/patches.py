@@ -2,9 +2,9 @@
 
 Every patch of an image is whitened and compared with whitened patches of drawn leaves; what exceeds
 a threshold is averaged over areas. So do Coates, Ng and Lee 2011 ("An analysis of single-layer
-networks in unsupervised feature learning") with patches of the data themselves. Here whitening,
-patches and the scale of each channel come from leaves, which no data decide, so that a claim covers
-the features and they cost nothing.
+networks in unsupervised feature learning") with patches of the data themselves. Here the patches,
+their whitening, the scale of each channel and the directions that are made shorter come from
+leaves, which no data decide, so that a claim covers the features and they cost nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ _LEAVES, _PATCHES = 5000, 50_000
 """Pictures that are drawn, and patches of them from which the whitening is computed."""
 _SCALED = 1000
 """Pictures by which channels are centred and scaled."""
+_EVENED = 3000
+"""Pictures, others than those, whose features' largest second moments are made equal."""
+DIRECTIONS = 100
+"""How many of them."""
 _CHUNK = 40
+_ROWS = 5000
 CHANNELS = 2 * FILTERS
 WIDTH = CHANNELS * AREAS**2
 
@@ -50,6 +55,42 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     form = f"patches{SIZE}-{STRIDE}-{FILTERS}-areas{AREAS}-above{THRESHOLD:g}"
     path = folder / f"{form}-{digest(images)}.npy"
     return kept(path, (len(images), WIDTH), lambda: _computed(images, shown=shown))
+
+
+@torch.no_grad()
+def evened(own: Tensor, folder: Path, *, shown: bool = True) -> Tensor:
+    """Features, (N, WIDTH), of norm 1, less the share 1 − √(m/M) of each direction in which leaves
+    have one of the largest second moments M, m being the first that is not among these; in half
+    precision.
+
+    Most of an image's norm lies in directions that all images share; clipping and noise are in
+    units of the norm, and descent is slow where moments are unequal.
+
+    own     features of private images
+    folder  where those of leaves are kept
+    """
+    known, shares = _largest(features(leaves(_EVENED, seed=2), folder, shown=shown))
+    found = torch.empty(own.shape, dtype=torch.float16)
+    for start in range(0, len(own), _ROWS):
+        rows = _of_norm_one(own[start : start + _ROWS])
+        found[start : start + len(rows)] = rows - ((rows @ known) * shares) @ known.T
+    return found
+
+
+def _largest(public: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions of the DIRECTIONS largest second moments, (WIDTH, DIRECTIONS), and the shares
+    that are taken away; from the matrix of products of rows, which is the smaller one."""
+    rows = _of_norm_one(public)
+    moments, mixtures = torch.linalg.eigh(rows @ rows.T / len(rows))
+    moments, mixtures = moments.flip(0), mixtures.flip(1)[:, :DIRECTIONS]
+    known = rows.T @ mixtures
+    shares = 1 - (moments[DIRECTIONS] / moments[:DIRECTIONS]).sqrt()
+    return known / known.norm(dim=0), shares
+
+
+def _of_norm_one(part: Tensor) -> Tensor:
+    rows = part.float()
+    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-6)
 
 
 @dataclass(frozen=True, eq=False)
