@@ -38,7 +38,7 @@ _SCALED = 1000
 """Pictures by which channels are centred and scaled."""
 _EVENED = 3000
 """Pictures, others than those, whose features' largest second moments are made equal."""
-DIRECTIONS = 100
+DIRECTIONS = 400
 """How many of them."""
 _CHUNK = 40
 _ROWS = 5000
