@@ -89,8 +89,7 @@ def _largest(public: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_norm_one(part: Tensor) -> Tensor:
-    rows = part.float()
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    return torch.nn.functional.normalize(part.float(), dim=1)
 
 
 @dataclass(frozen=True, eq=False)
