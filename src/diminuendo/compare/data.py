@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
-from diminuendo.compare import cifar, prepared, scattering
+from diminuendo.compare import cifar, patches, prepared, scattering
 from diminuendo.compare.leaves import leaves
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
@@ -333,6 +333,22 @@ def _all_of(load: Callable[[Path | None], Pool]) -> Auxiliary:
     return auxiliary
 
 
+def _patched(key: str) -> Callable[[Path | None], Pool]:
+    """A loader of features by patches of drawn leaves."""
+
+    def load(folder: Path | None) -> Pool:
+        place, found = _images(folder, key)
+        x, test_x = (
+            _with_intercept(patches.evened(patches.features(images, place), place))
+            for images in (found.images, found.test_images)
+        )
+        sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
+        source = f"{key} by patches of drawn leaves: {sizes}"
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source)
+
+    return load
+
+
 def _pixels(key: str) -> Callable[[Path | None], Pool]:
     """A loader of whole grey images, centred at a constant."""
 
@@ -522,6 +538,14 @@ TASKS = {
             False,
             _scattered("cifar10", _LEAVES),
             _scattered_auxiliary("fashion", whitened=True),
+        ),
+        Task(
+            "cifar10-patches",
+            "CIFAR-10, patches of drawn leaves",
+            10,
+            False,
+            _patched("cifar10"),
+            _all_of(_patched("fashion")),
         ),
         Task("adult", "Adult, income", 2, False, _adult, _synthetic(62)),
         Task("spam", "SpamAssassin, hashed words", 2, False, _spam, _synthetic(_SPAM_FEATURES)),

@@ -40,9 +40,9 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     images  (N, colours, height, width), values from 0 to 255
     folder  where they are kept; a file that is whole, for the same images, is not computed again
     """
-    path = folder / f"{_FORM}-{_digest(images)}.npy"
+    path = folder / f"{_FORM}-{digest(images)}.npy"
     size = math.prod(image(images))
-    return _kept(path, (len(images), size), lambda: _computed(images, shown=shown))
+    return kept(path, (len(images), size), lambda: _computed(images, shown=shown))
 
 
 def image(images: NDArray[np.uint8]) -> tuple[int, int, int]:
@@ -67,14 +67,14 @@ def whitened(own: Sequence[Tensor], other: Tensor, folder: Path) -> list[Tensor]
     form = f"{_FORM}-whitened{size}-{POWER:g}-{FLOOR:g}"
     # The map is kept too: another solver run may turn or flip directions of nearly equal moments,
     # and parts in other directions would look alike and mean nothing together.
-    turn = _kept(
-        folder / f"{form}-map-{_digest(public.numpy())}.npy",
+    turn = kept(
+        folder / f"{form}-map-{digest(public.numpy())}.npy",
         (public.shape[1], size),
         lambda: _map(public.float(), size).half(),
     )
     return [
-        _kept(
-            folder / f"{form}-{_digest(turn.numpy())}-{_digest(part.numpy())}.npy",
+        kept(
+            folder / f"{form}-{digest(turn.numpy())}-{digest(part.numpy())}.npy",
             (len(part), size),
             partial(_turned, part, turn.float()),
         )
@@ -103,18 +103,18 @@ def _turned(own: Tensor, directions: Tensor) -> Tensor:
     return torch.cat([(own[k : k + 10 * _CHUNK].float() @ directions).half() for k in starts])
 
 
-def _digest(content: NDArray[np.uint8] | NDArray[np.float16]) -> str:
+def digest(content: NDArray[np.uint8] | NDArray[np.float16]) -> str:
     own = hashlib.sha256(np.ascontiguousarray(content).data)
     own.update(str(content.shape).encode())
     return own.hexdigest()[:16]
 
 
-def _kept(path: Path, shape: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
+def kept(path: Path, shape: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
     """What the file holds, or what is computed and written there."""
     stored = _stored(path, shape)
     if stored is None:
         stored = compute()
-        with _files.writing(path, name="the scattering features") as handle:
+        with _files.writing(path, name="the features") as handle:
             np.save(handle, stored.numpy())
     return stored
 
@@ -130,7 +130,7 @@ def _stored(path: Path, shape: tuple[int, int]) -> Tensor | None:
     if found.shape != shape or found.dtype != np.float16:
         raise InputError(
             f"{shape} numbers of half precision",
-            name="the scattering features",
+            name="the features",
             value=str(path),
             remedy="Remove the file; the features are then computed again.",
         )
