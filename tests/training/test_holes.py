@@ -830,6 +830,21 @@ def test_a_row_that_changes_with_its_place_is_refused_unpaid(
     assert not spending.granted
 
 
+def test_pieces_stay_with_their_examples() -> None:
+    """Rows of other tensors, such as the pieces of pictures beside texts, are not put in another
+    order, so neither are those of the examples."""
+
+    class Pictured(nn.Linear):
+        def forward(self, x: Tensor, pieces: Tensor | None = None) -> Tensor:
+            assert pieces is not None
+            return super().forward(x + pieces.view(len(x), 2, D).sum(1))
+
+    x, y = LINEAR.data()
+    private = PrivateGradients(Pictured(D, 3), LINEAR.plan())
+    private.backward(LOSS(private.model(x, torch.randn(2 * len(x), D)), y))
+    assert private.step == 1
+
+
 class Halved(nn.Linear):
     """Products in half precision within a model of float32: sums over rows in another order are
     rounded otherwise."""
