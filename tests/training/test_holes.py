@@ -868,6 +868,21 @@ def test_what_is_random_or_rounded_by_place_is_fine(own: bool, always: bool) -> 
         assert run(Masked(D, 3), plan).status == "done"
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_that_asserts_to_be_in_training_mode(own: bool) -> None:
+    """Trying it in evaluation mode says nothing then, and hinders nobody."""
+
+    class Training(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(nn.functional.dropout(x, 0.2))
+
+    if own:
+        assert looped(PrivateGradients(Training(D, 3), sampled())).step == LINEAR.steps
+    else:
+        assert run(Training(D, 3), sampled()).status == "done"
+
+
 def test_what_is_drawn_is_not_told_from_values() -> None:
     """Two draws that happen to agree do not make a model one that nothing is random in."""
 
