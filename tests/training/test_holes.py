@@ -830,19 +830,60 @@ def test_a_row_that_changes_with_its_place_is_refused_unpaid(
     assert not spending.granted
 
 
-def test_pieces_stay_with_their_examples() -> None:
-    """Rows of other tensors, such as the pieces of pictures beside texts, are not put in another
-    order, so neither are those of the examples."""
+class Pictured(nn.Linear):
+    """Reads two pieces of a picture beside each row, and perhaps where the row lies."""
 
-    class Pictured(nn.Linear):
-        def forward(self, x: Tensor, pieces: Tensor | None = None) -> Tensor:
-            assert pieces is not None
-            return super().forward(x + pieces.view(len(x), 2, D).sum(1))
+    placed = False
 
-    x, y = LINEAR.data()
-    private = PrivateGradients(Pictured(D, 3), LINEAR.plan())
-    private.backward(LOSS(private.model(x, torch.randn(2 * len(x), D)), y))
-    assert private.step == 1
+    def forward(self, x: Tensor, pieces: Tensor | None = None) -> Tensor:
+        assert pieces is not None
+        places = torch.arange(len(x))[:, None] if self.placed else 0
+        return super().forward(x + pieces.view(len(x), 2, D).sum(1) + places)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_pieces_are_put_in_another_order_with_their_examples(placed: bool) -> None:
+    model, (x, y) = Pictured(D, 3), LINEAR.data()
+    model.placed, pieces = placed, torch.randn(2 * len(x), D)
+    private = PrivateGradients(model, LINEAR.plan())
+    if placed:
+        with pytest.raises(InputError, match="its place in the batch"):
+            private.model(x, pieces)
+    else:
+        private.backward(LOSS(private.model(x, pieces), y))
+    assert private.step == (not placed)
+
+
+def test_rows_that_belong_together_are_replaced_together() -> None:
+    """Where there are as many examples as columns, too: what lies where is told by another row."""
+
+    class Scattered(nn.Linear):
+        def forward(self, words: Tensor, sounds: Tensor | None = None) -> Tensor:
+            assert sounds is not None
+            heard = sounds[sounds > 0]  # one for each word that stands for a sound
+            which = words.flatten().cumsum(0).view(words.shape).clamp(1, len(heard)) - 1
+            return super().forward((heard[which] * words).float())
+
+    words = torch.randint(0, 2, (D, D))
+    private = PrivateGradients(
+        Scattered(D, 3), dim.plan((4, 1e-5), examples=D, parameters=9, steps=3)
+    )
+    private.model(words, words * torch.randint(1, 9, (D, D)))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_constants_beside_the_examples_stay_where_they_are(rows: int) -> None:
+    """Whether their number is a multiple of the examples' or not."""
+
+    class Weighed(nn.Linear):
+        def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+            assert table is not None
+            return super().forward(x + table.cumsum(0)[-1] + table[0])
+
+    private = PrivateGradients(
+        Weighed(D, 3), dim.plan((4, 1e-5), examples=2, parameters=9, steps=3)
+    )
+    private.model(torch.randn(2, D), torch.randn(rows, D))
 
 
 class Halved(nn.Linear):
