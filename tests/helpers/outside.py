@@ -295,6 +295,27 @@ def told() -> Parts:
     return model, {"input_ids": text, "pieces": pieces}, loss
 
 
+def named() -> Parts:
+    """Objects looked for in each picture by three names, as OWL-ViT does."""
+    text = {**TEXT, "num_hidden_layers": 1, "eos_token_id": 2}
+    config = transformers.OwlViTConfig(
+        text_config=text, vision_config={**PICTURE, "num_hidden_layers": 1}, projection_dim=32
+    )
+    model = transformers.OwlViTForObjectDetection(config).double().train()
+    names = tokens(examples=3 * N).reshape(N, 3, T)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch["names"].flatten(0, 1)
+        out = model(
+            pixel_values=batch["pixel_values"], input_ids=ids, attention_mask=torch.ones_like(ids)
+        )
+        losses: Tensor = out.logits.sin().flatten(1).sum(1) + out.pred_boxes.flatten(1).sum(1)
+        return losses
+
+    return moved(model), {"pixel_values": pictures(), "names": names}, loss
+
+
+add("OWL-ViT, three names for each picture", "transformers", named)
 add("DETR", "transformers", found)
 add("DETR, learned positions, N = rows", "transformers",
     functools.partial(found, places="learned", examples=4))  # fmt: skip
@@ -416,6 +437,17 @@ add("Swin (torchvision)", "torchvision", functools.partial(
 add("ResNet-18 (BatchNorm)", "torchvision", functools.partial(
     shown, lambda: torchvision.models.resnet18(num_classes=CLASSES)
 ), refused="GroupNorm")  # fmt: skip
+
+
+def evaluated() -> Parts:
+    """All parameters are trained, those of BatchNorm among them, beside its own statistics."""
+    model, batch, loss = shown(lambda: torchvision.models.resnet18(num_classes=CLASSES))
+    with torch.no_grad():
+        model(pictures() + 1)
+    return model.eval(), batch, loss
+
+
+add("ResNet-18, BatchNorm in evaluation mode", "torchvision", evaluated)
 
 
 # ----------------------------------------------------------------------------- ways to train

@@ -830,6 +830,62 @@ def test_a_row_that_changes_with_its_place_is_refused_unpaid(
     assert not spending.granted
 
 
+class Pictured(nn.Linear):
+    """Reads two pieces of a picture beside each row, and perhaps where the row lies."""
+
+    placed = False
+
+    def forward(self, x: Tensor, pieces: Tensor | None = None) -> Tensor:
+        assert pieces is not None
+        places = torch.arange(len(x))[:, None] if self.placed else 0
+        return super().forward(x + pieces.view(len(x), 2, D).sum(1) + places)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_pieces_are_put_in_another_order_with_their_examples(placed: bool) -> None:
+    model, (x, y) = Pictured(D, 3), LINEAR.data()
+    model.placed, pieces = placed, torch.randn(2 * len(x), D)
+    private = PrivateGradients(model, LINEAR.plan())
+    if placed:
+        with pytest.raises(InputError, match="its place in the batch"):
+            private.model(x, pieces)
+    else:
+        private.backward(LOSS(private.model(x, pieces), y))
+    assert private.step == (not placed)
+
+
+def test_rows_that_belong_together_are_replaced_together() -> None:
+    """Where there are as many examples as columns, too: what lies where is told by another row."""
+
+    class Scattered(nn.Linear):
+        def forward(self, words: Tensor, sounds: Tensor | None = None) -> Tensor:
+            assert sounds is not None
+            heard = sounds[sounds > 0]  # one for each word that stands for a sound
+            which = words.flatten().cumsum(0).view(words.shape).clamp(1, len(heard)) - 1
+            return super().forward((heard[which] * words).float())
+
+    words = torch.randint(0, 2, (D, D))
+    private = PrivateGradients(
+        Scattered(D, 3), dim.plan((4, 1e-5), examples=D, parameters=9, steps=3)
+    )
+    private.model(words, words * torch.randint(1, 9, (D, D)))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_constants_beside_the_examples_stay_where_they_are(rows: int) -> None:
+    """Whether their number is a multiple of the examples' or not."""
+
+    class Weighed(nn.Linear):
+        def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+            assert table is not None
+            return super().forward(x + table.cumsum(0)[-1] + table[0])
+
+    private = PrivateGradients(
+        Weighed(D, 3), dim.plan((4, 1e-5), examples=2, parameters=9, steps=3)
+    )
+    private.model(torch.randn(2, D), torch.randn(rows, D))
+
+
 class Halved(nn.Linear):
     """Products in half precision within a model of float32: sums over rows in another order are
     rounded otherwise."""
@@ -851,6 +907,21 @@ def test_what_is_random_or_rounded_by_place_is_fine(own: bool, always: bool) -> 
         assert looped(PrivateGradients(Masked(D, 3), plan)).step == LINEAR.steps
     else:
         assert run(Masked(D, 3), plan).status == "done"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_that_asserts_to_be_in_training_mode(own: bool) -> None:
+    """Trying it in evaluation mode says nothing then, and hinders nobody."""
+
+    class Training(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(nn.functional.dropout(x, 0.2))
+
+    if own:
+        assert looped(PrivateGradients(Training(D, 3), sampled())).step == LINEAR.steps
+    else:
+        assert run(Training(D, 3), sampled()).status == "done"
 
 
 def test_what_is_drawn_is_not_told_from_values() -> None:

@@ -24,7 +24,10 @@ _LOOSE_GRADIENT = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOOSE_GRADIENT_HALF = 1e-1
 # How much more for sums in another order or by other kernels, which half precision may round last.
 _REORDERED, _REORDERED_GPU = 20.0, 100.0
-ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+# What a model may raise that is tried in another mode or on other rows than its own.
+ERRORS = (
+    RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError,
+)  # fmt: skip
 
 
 def has_rows(leaf: Any, size: int) -> bool:

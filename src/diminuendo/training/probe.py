@@ -113,18 +113,30 @@ def refuse_mixing(
 def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], size: int) -> None:
     """The same for a call of the model in one's own loop: seen are its outputs, not the losses.
 
-    Rows are replaced in every tensor of the call that has so many; in the first alone where the
-    number of rows is the size of another dimension, too.
+    Rows are replaced in every tensor of the call that has so many; where the number of rows is the
+    size of another dimension, too, in the first alone, and in all if that is refused. Where the
+    rows are put in another order, a tensor with several times as many may be a constant or hold
+    several for each example, such as the pieces of pictures: refused is what fits neither.
     """
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if has_rows(leaf, size)]
-    if any(isinstance(leaf, Tensor) and size in leaf.shape[1:] for leaf in leaves):
-        places = places[:1]  # the others may be a mask or positions that all examples share
+    # others than the first may then be a mask or positions that all examples share
+    doubtful = len(places) > 1 and any(
+        isinstance(leaf, Tensor) and size in leaf.shape[1:] for leaf in leaves
+    )
+
+    others = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] not in (1, size)
+    ]
 
     def outputs(call: _Call, inputs: Sequence[Tensor]) -> list[Tensor]:
         replaced = list(leaves)
-        for place, rows in zip(places, inputs, strict=True):
+        for place, rows in zip(places, inputs, strict=False):
             replaced[place] = rows
+        for place, blocks in zip(others, inputs[len(places) :], strict=False):
+            replaced[place] = blocks.flatten(0, 1)
         given, named = _pytree.tree_unflatten(replaced, spec)
         out = _pytree.tree_leaves(call(*given, **named))
         found = [part for part in out if has_rows(part, len(inputs[0]))]
@@ -135,13 +147,33 @@ def refuse_mixing_calls(model: nn.Module, args: Any, kwargs: dict[str, Any], siz
     rows = tuple([leaves[place].detach() for place in places])
     trial = _Trial(model, outputs)
     try:
-        trial.answers(rows)
-        if len(places) == sum(has_rows(leaf, size) for leaf in leaves):
-            trial.refuse_places(rows)
+        try:
+            trial.answers(rows[:1] if doubtful else rows)
+        except DiminuendoError:
+            if not doubtful:
+                raise
+            trial.answers(rows)
+        if not doubtful:
+            _refuse_places_of_calls(trial, rows, [leaves[other].detach() for other in others])
     except DiminuendoError:
         raise
     except ERRORS:
         return  # the call itself will say so
+
+
+def _refuse_places_of_calls(
+    trial: _Trial, rows: tuple[Tensor, ...], others: Sequence[Tensor]
+) -> None:
+    try:
+        trial.refuse_places(rows)
+    except DiminuendoError:
+        size = len(rows[0])
+        if not others:
+            raise
+        if all(len(other) % size == 0 for other in others):
+            trial.refuse_places(
+                (*rows, *(other.reshape(size, -1, *other.shape[1:]) for other in others))
+            )
 
 
 def first_rows(args: Any, kwargs: dict[str, Any], size: int) -> Tensor | None:

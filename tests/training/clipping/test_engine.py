@@ -452,6 +452,21 @@ def test_frozen_batch_norm() -> None:
             model(torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_in_evaluation_mode_is_trained(frozen: bool) -> None:
+    """With its own statistics it is a scale and a shift of each channel, like any other."""
+    norm = nn.BatchNorm2d(5)
+    norm(torch.randn(50, 5, 4, 4) * 3 + 1)
+    first = nn.Conv2d(3, 5, 1).requires_grad_(not frozen)
+    model = nn.Sequential(first, norm, nn.ReLU(), nn.Flatten(), nn.Linear(80, 2), nn.BatchNorm1d(2))
+    model.eval()
+    compare(model, (torch.randn(5, 3, 4, 4),))
+    with Engine(model):
+        norm.train()
+        with pytest.raises(UnsupportedModule, match=r"eval\(\) after each train\(\)"):
+            model(torch.randn(5, 3, 4, 4))
+
+
 def test_examples_that_mix_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Mixing())
     with Engine(model) as engine, pytest.raises(MixedExamples, match="of another one's loss"):

@@ -721,6 +721,39 @@ def test_pictures_in_pieces_beside_texts(examples: int, pieces: int) -> None:
         close(actual, expected, 1e-10, name, 1e-3)
 
 
+class Named(nn.Module):
+    """Compares the picture of each example with the names of several objects, as OWL-ViT does."""
+
+    def __init__(self, mixing: bool = False) -> None:
+        super().__init__()
+        self.look, self.words, self.mixing = nn.Linear(4, 6), nn.Embedding(9, 6), mixing
+        self.read, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+    def forward(self, pictures: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+        seen = self.look(pictures).tanh()
+        named = self.read((self.words(words) * mask[..., None]).mean(1)).tanh() * self.scale
+        named = named.reshape(len(pictures), -1, 6)
+        return seen @ (named.roll(1, 0) if self.mixing else named).mT
+
+
+@pytest.mark.parametrize("names", [2, 3])
+@pytest.mark.parametrize("examples", [1, 2, 3, 4, 6])
+def test_several_names_for_each_picture(examples: int, names: int) -> None:
+    model, pictures = Named(), torch.randn(examples, 4, 4)
+    words = torch.randint(0, 9, (examples, names, 4))
+
+    def losses(m: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        seen, texts = batch
+        texts = texts.flatten(0, 1)
+        out: Tensor = m(seen, texts, torch.ones_like(texts))
+        return out.sin().flatten(1).sum(1)
+
+    compare(model, (pictures, words), loss=losses)
+    if examples > 1:
+        with Engine(Named(mixing=True)) as engine, pytest.raises(MixedExamples):
+            engine.clipped_sum(losses(engine.model, (pictures, words)), Flat(1.0))
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_pieces_that_see_those_of_others_are_refused(pieces: int) -> None:
     model = Pictured(mixing=True)

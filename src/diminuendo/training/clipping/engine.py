@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from diminuendo.training.clipping import kernels
 from diminuendo.training.clipping.backward import Backward
@@ -40,7 +41,7 @@ from diminuendo.training.clipping.contract import upcast
 from diminuendo.training.clipping.errors import EngineError, place
 from diminuendo.training.clipping.marks import Made
 from diminuendo.training.clipping.probe import Sketch, nodes, probe
-from diminuendo.training.clipping.registry import forward_for, owned_parameters
+from diminuendo.training.clipping.registry import batch_norm_guard, forward_for, owned_parameters
 from diminuendo.training.clipping.reports import Group, Norms
 from diminuendo.training.clipping.rounding import (
     TF32,
@@ -137,7 +138,9 @@ class Engine:
                 continue
             owned = owned_parameters(module)
             forward = forward_for(module, self._tape, path)
-            if forward is not None:
+            if isinstance(module, _BatchNorm):
+                plan.append((module, batch_norm_guard(module, path)))
+            elif forward is not None:
                 plan.append((module, routed(module, forward, self._tape) if owned else forward))
                 seen.update(map(id, owned.values()))
             if owned:

@@ -96,17 +96,16 @@ def check_mixing(module: nn.Module, path: str) -> None:
             "replace",
             "its parameters have no shape yet; run one forward pass before attaching the engine",
         )
-    if isinstance(module, _BatchNorm):
-        trainable = any(param.requires_grad for param in module.parameters())
-        if trainable or module.training or module.running_mean is None:
-            raise UnsupportedModule(
-                path,
-                type(module).__name__,
-                "never",
-                "its statistics mix the examples of a batch, so there is no gradient of one "
-                f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
-                "freeze its parameters, keep its running statistics and put it in eval mode",
-            )
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        raise UnsupportedModule(
+            path,
+            type(module).__name__,
+            "never",
+            "its statistics mix the examples of a batch, so there is no gradient of one "
+            f"example; replace it by nn.GroupNorm(num_groups, {module.num_features}), or "
+            "give it running statistics that are public and keep it in eval mode, by its eval() "
+            "after each train() of the model",
+        )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise UnsupportedModule(
             path,
@@ -118,7 +117,8 @@ def check_mixing(module: nn.Module, path: str) -> None:
 
 
 def batch_norm_guard(module: nn.Module, path: str) -> Callable[..., Any]:
-    """A forward that refuses a frozen BatchNorm put back into training mode."""
+    """A forward that refuses a BatchNorm put back into training mode; what it does with its
+    parameters in evaluation mode is watched."""
     original: Callable[..., Any] = type(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,6 @@ def forward_for(module: nn.Module, tape: Tape, path: str) -> Callable[..., Any] 
     """The forward to install on ``module``, or None where the engine has no code of its own for
     it: it has nothing to train, or its operations are watched one by one."""
     check_mixing(module, path)
-    if isinstance(module, _BatchNorm):
-        return batch_norm_guard(module, path)
     owned = owned_parameters(module)
     if not owned or isinstance(module, _HOLDERS):
         return None

@@ -61,15 +61,16 @@ class Watch(TorchFunctionMode):
         self.busy = False
         self.doubted = False
 
-    def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
-        """Mark the inputs of the model: those with one row for each example."""
+    def begin(self, inputs: Sequence[Tensor], examples: int, several: int = 0) -> None:
+        """Mark the inputs of the model: those with one row for each example, and those whose
+        ``several`` rows are as many for each example."""
         self.examples, self.doubted = examples, False
         for leaf in inputs:
             if leaf.dim() == 0 or isinstance(leaf, nn.Parameter):
                 continue
             if leaf.shape[0] == examples:
                 setattr(leaf, TAG, Rows(examples))
-            elif leaf.is_floating_point() or leaf.is_complex():
+            elif leaf.is_floating_point() or leaf.is_complex() or leaf.shape[0] == several:
                 setattr(leaf, TAG, Pieces(examples))
 
     def rows_of(self, leaf: Tensor) -> Rows | None:
@@ -227,8 +228,9 @@ class Watch(TorchFunctionMode):
             f"{self.tape.title(made)} meets an input (shape {tuple(source.shape)}) that does not "
             f"have the same number of rows for each of {self.examples} examples, so whether an "
             "example's rows reach another's loss cannot be told; give every example as many rows "
-            "(pad, or use pictures of one size), or keep it in the model by register_buffer if it "
-            "is a constant"
+            "(pad, or use pictures of one size), call the model with the input that has one row "
+            "for each example first, or keep it in the model by register_buffer if it is a "
+            "constant"
         )
 
     def mark(
@@ -356,22 +358,26 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Tensor]:
     return leaves
 
 
-def _counted(inputs: Sequence[Tensor]) -> int:
-    """The number of examples: the first dimension of the first input.
+def _counted(inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """The number of examples, the first dimension of the first input, and that of inputs of whole
+    numbers with several rows for each, if there are any.
 
     Unless no other input has it and several have another, token numbers among them: the first is
-    then taken for pictures in pieces, whose number varies from example to example. A wrong choice
-    is refused later, since there is one loss for each example.
+    then taken for pictures in pieces, whose number varies from example to example; but for one
+    picture for each example if the others have several texts for each, as in a search for objects
+    by their names. A wrong choice is refused later, since there is one loss for each example.
     """
     held = [leaf for leaf in inputs if leaf.dim() and not isinstance(leaf, nn.Parameter)]
     sizes = [leaf.shape[0] for leaf in held]
     if not sizes or sizes[0] == 0 or sizes.count(sizes[0]) > 1:
-        return sizes[0] if sizes else 0
+        return (sizes[0] if sizes else 0), 0
     for leaf in held[1:]:
+        size = leaf.shape[0]
         whole = leaf.dim() > 1 and not leaf.is_floating_point() and not leaf.is_complex()
-        if whole and sizes.count(leaf.shape[0]) > 1:
-            return leaf.shape[0]
-    return sizes[0]
+        if whole and sizes.count(size) > 1:
+            several = size > sizes[0] and size % sizes[0] == 0
+            return (sizes[0], size) if several else (size, 0)
+    return sizes[0], 0
 
 
 def dimension(args: Sequence[Any], kwargs: dict[str, Any], name: str, like: Tensor) -> int:
@@ -436,14 +442,14 @@ class Root:
             with self.tape.pause():
                 self.before(args, kwargs)
         inputs = list(tensors((args, kwargs)))
-        examples = _counted(inputs)
+        examples, several = _counted(inputs)
         self.shape = tuple(
             tuple(0 if size == examples else size for size in leaf.shape) for leaf in inputs
         )
         if examples == 0 or (self.shape in self._plain and not self.always):
             return call(model, *args, **kwargs)
         self.watch.busy = False
-        self.watch.begin(inputs, examples)
+        self.watch.begin(inputs, examples, several)
         with self._on():
             result = call(model, *args, **kwargs)
         if not self.watch.busy:
