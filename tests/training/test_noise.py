@@ -19,7 +19,7 @@ from diminuendo.errors import DiminuendoError, InputError
 from diminuendo.report import run as run_report
 from diminuendo.report.text import rounded_up
 from diminuendo.training import PrivateGradients
-from diminuendo.training.clipping import product_sums
+from diminuendo.training.clipping import sums
 from diminuendo.training.mechanism import ExactNoise, NoiseName, NoiseSource, NoisySum
 from diminuendo.training.mechanism.grid import Grid
 from diminuendo.training.mechanism.keys import Keys
@@ -136,7 +136,7 @@ def test_a_step_draws_its_noise_beside_the_products(
         return found
 
     monkeypatch.setattr(ExactNoise, "ahead", counted)
-    monkeypatch.setattr(product_sums, "_DIVIDED", 1)
+    monkeypatch.setattr(sums, "_DIVIDED", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -221,7 +221,7 @@ def test_what_rounding_may_cost_is_added_to_delta(
     micro_batch: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a public number: as many micro-batches as the whole dataset makes."""
-    monkeypatch.setattr(product_sums, "_NARROW", 1)  # every product is checked by random vectors
+    monkeypatch.setattr(sums, "_NARROW", 1)  # every product is checked by random vectors
     plan = LINEAR.plan(steps=3, sampling_rate=0.5)
     result = run(LINEAR.model(), plan, micro_batch=micro_batch)
     assert result.delta_added == 2 * 2.0**-50 * 3 * calls
@@ -242,7 +242,7 @@ def test_sums_that_cannot_fail_add_nothing_to_delta(
         assert (" + " in claim) == (folder.name == "some")
         again = run(LINEAR.model(), plan, folder=folder, every=1)
         assert again.delta_added == result.delta_added
-        monkeypatch.setattr(product_sums, "_NARROW", 1)
+        monkeypatch.setattr(sums, "_NARROW", 1)
 
 
 @pytest.mark.parametrize(("noise", "factor"), [("exact", COUNTED), ("fast", 1.0)])

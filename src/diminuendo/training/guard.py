@@ -38,8 +38,6 @@ class Guard:
         self._shapes = Shapes(model)
         self._size = 0
         self._drawn: Drawn | None = None
-        self._fresh: list[tuple[Tensor, int]] = []
-        self._places: bool | None = None
         self._outputs: set[Any] | None = None
         self._versions: list[int] | None = None
         self._around, self._since_saved = Contents(), Contents()
@@ -54,9 +52,6 @@ class Guard:
         """
         self._untrained = self._all_untrained()
         self._size, self._drawn, self._outputs = size, drawn, None
-        placed = drawn.batch if drawn is not None and drawn.placed else ()
-        parts = placed if isinstance(placed, tuple) else (placed,)
-        self._fresh, self._places = [(part, part._version) for part in parts], None
         self._versions = None if drawn is None else self._trained_versions()
         self._around.forget()
 
@@ -67,8 +62,6 @@ class Guard:
         if self._drawn is not None and self._drawn.rows < 2:
             return  # blank rows beside one example, or none, would tell too little of a shape
         rows = first_rows(args, kwargs, self._size)
-        if self._fresh and self._places is not False:
-            self._places = any(rows is part and part._version == v for part, v in self._fresh)
         if rows is None or not self._shapes.new(rows, self._model.training):
             return
         if self._drawn is not None and self._drawn.other_rows(rows):
@@ -90,12 +83,6 @@ class Guard:
         self._refuse_new_parameters()
         self.refuse_writes()
         self._refuse_other_sources(losses)
-
-    @property
-    def placed(self) -> bool:
-        """Whether every call of the model was made with the very rows of a full batch, so that each
-        example had its own row, whatever the others are."""
-        return self._places is True
 
     def verify(self) -> None:
         """Raise where somebody wrote on a buffer or frozen parameter unseen since the last call.

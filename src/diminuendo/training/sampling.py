@@ -202,15 +202,11 @@ def _rows(part: Tensor, chosen: Tensor, buckets: Buckets | None) -> Tensor:
 
 
 class Drawn(NamedTuple):
-    """A batch, the dataset that it was drawn from, and how many of its rows are not blank.
-
-    placed  whether it is a full batch of tensors, in which each example has a row of its own
-    """
+    """A batch, the dataset that it was drawn from, and how many of its rows are not blank."""
 
     source: Source
     batch: Any
     rows: int
-    placed: bool = False
 
     def other_rows(self, rows: Tensor) -> bool:
         """Whether these are rows of the dataset that are not in the batch.

@@ -282,9 +282,7 @@ class PrivateGradients:
                 raise UsageError(_STALE.format(part.step + 1, self.step + 1))
             self._part = part
             rows = part.size if part.drawn is None else part.drawn
-            whole = self.sampler.rate(part.step) == 1 and persons is None
-            placed = whole and len(source.tensors) > 0
-            self.guard.watch(part.size, Drawn(source, batch, rows, placed))
+            self.guard.watch(part.size, Drawn(source, batch, rows))
             yield batch
             if self._part is not None:
                 raise UsageError(
@@ -350,7 +348,6 @@ class PrivateGradients:
                 real=part.mask(losses.device),
                 beside=total.beside() if part.last else None,
                 places=total.places(part.parts),
-                placed=self.guard.placed,
             )
             total.take(found.sums)
             self.guard.refuse_writes()

@@ -25,7 +25,6 @@ from diminuendo.training.clipping import (
     EngineError,
     Flat,
     PerLayer,
-    product_sums,
     rounding,
     sums,
 )
@@ -34,9 +33,9 @@ from diminuendo.training.clipping import engine as engines
 from diminuendo.training.clipping.certificate import ALLOWANCE, Certificate, normal
 from diminuendo.training.clipping.contract import Factor, shared_size
 from diminuendo.training.clipping.layers import conv
-from diminuendo.training.clipping.product_sums import Product
 from diminuendo.training.clipping.products import VECTORS
 from diminuendo.training.clipping.rounding import row_norm, to_tf32
+from diminuendo.training.clipping.sums import Product
 
 
 def square_sum(tensors: list[Tensor]) -> Fraction:
@@ -316,7 +315,7 @@ def test_a_sum_that_is_off_is_noticed_and_made_again(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "keeping_pays", lambda *_: False)
     monkeypatch.setattr(conv, "_NARROW", 1)
-    monkeypatch.setattr(product_sums, "_NARROW", 1)
+    monkeypatch.setattr(sums, "_NARROW", 1)
     model: nn.Module
     owner: type[Any] = Product
     if kind == "linear":
@@ -408,7 +407,7 @@ def test_rounding_to_tf32() -> None:
 
 def test_tf32_as_a_gpu_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything rounded to TF32 beforehand, contributions stay within the bound."""
-    for module in (rounding, product_sums, conv, engines):
+    for module in (rounding, sums, conv, engines):
         monkeypatch.setattr(module, "coarse", lambda like, convolved=False: True)
     from diminuendo.training.clipping.layers import linear
 

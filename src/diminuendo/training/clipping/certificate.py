@@ -50,17 +50,14 @@ class Certificate:
         self._squares: list[Tensor] = []
         self._together: Tensor | None = None
         self._known: list[Tensor | float] = []
-        self._of_norms = self._of_stretches = 0.0
+        self._of_norms = 0.0
 
     def count(self, term: Term, factors: Tensor) -> None:
         """Count the error of a precise sum.
 
         Terms whose sizes are parts of the norm are counted together: their errors are a vector
-        that is, for each example, at most the largest ``error`` times its clipped norm. So are the
-        stretches of placed examples, which are the same for all terms.
+        that is, for each example, at most the largest ``error`` times its clipped norm.
         """
-        stretches = term.stretch_error * self._sensitivity
-        self._of_stretches = max(self._of_stretches, stretches)
         if term.terms is None and term.cancelled == 1.0:
             self._of_norms = max(self._of_norms, term.error * len(factors) * self._sensitivity)
         else:
@@ -91,7 +88,7 @@ class Certificate:
 
     def error(self) -> Tensor | float:
         """An upper bound for the error of all sums together, but for ``FAILURE``."""
-        known: Tensor | float = sum(self._known, self._of_norms + self._of_stretches)
+        known: Tensor | float = sum(self._known, self._of_norms)
         if not self._squares:
             return known
         squares = torch.stack(self._squares).sum()

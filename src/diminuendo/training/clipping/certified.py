@@ -13,18 +13,17 @@ from diminuendo.training.clipping.certificate import Certificate, normal, on_dev
 from diminuendo.training.clipping.device import DeviceTerm
 from diminuendo.training.clipping.errors import EngineError
 from diminuendo.training.clipping.lanes import Lanes
-from diminuendo.training.clipping.product_sums import Job, Product, multiply
-from diminuendo.training.clipping.stretch import TAME
-from diminuendo.training.clipping.sums import Term
+from diminuendo.training.clipping.sums import Job, Product, Term, multiply
 from diminuendo.training.clipping.tape import WHOLE
 from diminuendo.training.cores import Beside
 from diminuendo.training.mechanism.kernels import sent
 
 # Calls for which a sum stays precise after its quick sum was too coarse.
 _CAUTION = 64
-# What sums in float32 with an error that is known beforehand may take of the allowance, together:
-# where others are checked; and elsewhere, together with sums in float64.
-_BESIDE_CHECKS, _ALONE = 0.48, 0.97
+# What sums in float32 with an error that is known beforehand may take of the allowance, together.
+_KNOWN = 0.48
+TAME = 2.0**-60, 2.0**60
+"""Clip bounds, and factors that are not zero, for which float32 neither over- nor underflows."""
 
 Buffers = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 """Where sums go; a function is called once the backward pass has let go of its memory."""
@@ -49,8 +48,6 @@ class Summation:
         """Whether some call had a sum of a shape that is checked, rather than known beforehand."""
         self.static = False
         """Whether nothing is decided by looking at data: what a GPU does not check is float64."""
-        self.placed = False
-        """Whether an example in the place of another leaves all others in theirs."""
         self.key: Tensor | None = None
         """The key of the random vectors, in a GPU's memory; None for a fresh one for each call."""
         self.places: dict[int, Tensor] = {}
@@ -65,14 +62,11 @@ class Summation:
         beside: Beside | None = None,
     ) -> list[Tensor]:
         """The sums of the terms. Together they are off by at most ``allowance * sensitivity``,
-        but for the probability ``certificate.FAILURE``. Where examples are placed, two neighbouring
-        sums are off by at most twice as much from each other. ``beside`` may be done meanwhile."""
-        in_double = _reach(terms, examples, allowance)
-        if not self.static and TAME[0] <= sensitivity <= TAME[1]:
-            checks = any(part.term.checked for part in terms)
-            known = _BESIDE_CHECKS * allowance if checks else _ALONE * allowance - in_double
+        but for the probability ``certificate.FAILURE``. ``beside`` may be done meanwhile."""
+        _check_reach(terms, examples, allowance)
+        if not self.static and _tame(terms, sensitivity):
             for part in terms:
-                part.term.relax(known, self.placed)
+                part.term.relax(_KNOWN * allowance / examples)
         may_check = [self._may_check(part) for part in terms]
         self.checks = self.checks or any(may_check)
         quick = [
@@ -144,16 +138,25 @@ class Summation:
         return term.quick_into(place, certificate.vectors(term))
 
 
-def _reach(terms: list[Located], examples: int, allowance: float) -> float:
-    """A bound for the errors of all sums in float64; raises where not even they are known to be
-    close enough. Looks at shapes alone."""
+def _tame(terms: list[Located], sensitivity: float) -> bool:
+    """Whether float32 has the range for products of factors and gradients."""
+    if not TAME[0] <= sensitivity <= TAME[1]:
+        return False
+    rows = {id(part.factors): part.factors for part in terms if not part.factors.is_cuda}
+    return all(
+        factors.min().item() >= TAME[0] or bool(((factors == 0) | (factors >= TAME[0])).all())
+        for factors in rows.values()
+    )
+
+
+def _check_reach(terms: list[Located], examples: int, allowance: float) -> None:
+    """Raise where not even float64 is known to be close enough; looks at shapes alone."""
     worst = max([part.term.error * part.term.cancelled for part in terms], default=0.0)
     if worst * examples > allowance / 2:
         raise EngineError(
             "the rounding error of a sum over so many examples cannot be bounded by "
             f"{allowance:.1e} of the sensitivity; use smaller micro-batches"
         )
-    return worst * examples
 
 
 def check_request(accumulate: Buffers | None, scale: float = 1.0, share: float = 1.0) -> None:

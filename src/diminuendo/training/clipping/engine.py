@@ -243,7 +243,6 @@ class Engine:
         real: Tensor | None = None,
         beside: Beside | None = None,
         places: Sequence[Tensor] | None = None,
-        placed: bool = False,
     ) -> ClippedSum:
         """``scale * sum_i c_i g_i`` for every parameter, with the factors c_i of ``clip``.
 
@@ -262,9 +261,6 @@ class Engine:
         ``beside`` is work that a core does while others multiply, if several do; it may be left
         undone. ``places`` are memory on a GPU, float32, one for each parameter: instead of adding
         float64 to buffers, certified sums are returned as they come, some of them in there.
-        ``placed`` says that each example has its own row whatever the others are, as in a full
-        batch: then it is the difference of two neighbouring sums whose error is certified, to twice
-        the bound above, and float32 may add up more at a time.
         """
         self.check_losses(losses)
         self.probe_if_due(losses)
@@ -274,7 +270,6 @@ class Engine:
             accumulate = self.zeros
         device = losses.device.type
         allowance = ALLOWANCE * share if certify else None
-        self._summation.placed = placed
         with torch.no_grad():
             if not torch.is_autocast_enabled(device):
                 return self._clipped_sum(

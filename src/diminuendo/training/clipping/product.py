@@ -17,9 +17,8 @@ from diminuendo.training.clipping.device import DeviceProduct, serves
 from diminuendo.training.clipping.layers.linear import LinearPiece
 from diminuendo.training.clipping.lift import LiftPiece, MetPiece, Placed
 from diminuendo.training.clipping.marks import Made
-from diminuendo.training.clipping.product_sums import Product
 from diminuendo.training.clipping.rows import TAG, Rows
-from diminuendo.training.clipping.sums import Known, Term
+from diminuendo.training.clipping.sums import Known, Product, Term
 from diminuendo.training.clipping.sums import Rows as SumRows
 from diminuendo.training.clipping.tape import WHOLE
 

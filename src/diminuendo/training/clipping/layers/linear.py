@@ -26,9 +26,8 @@ from diminuendo.training.clipping.contract import (
 )
 from diminuendo.training.clipping.device import DeviceProduct, keeps_half, serves
 from diminuendo.training.clipping.errors import EngineError, place
-from diminuendo.training.clipping.product_sums import Column, Product
 from diminuendo.training.clipping.rounding import TF32, above, coarse, row_norm, to_tf32
-from diminuendo.training.clipping.sums import Known, Rows, Term
+from diminuendo.training.clipping.sums import Column, Known, Product, Rows, Term
 from diminuendo.training.clipping.tape import (
     WHOLE,
     Kind,
@@ -63,8 +62,6 @@ class LinearPiece(Piece):
         self._totals: Tensor | None = None
         self._terms: Tensor | None = None
         self._product: Product | None = None
-        self._longest: Tensor | None = None
-        """Of one token, the longer one of its gradient and its input, from above."""
         self._pair: tuple[Tensor, Tensor] | None = None
         """On a GPU, the norms of one token's gradients and of its products."""
         self._summed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
@@ -124,9 +121,7 @@ class LinearPiece(Piece):
             if bias is not None:
                 result.append(Report(id(bias), Kind.NORM, out))
             if weight is not None and v is not None:
-                length = row_norm(v)
-                self._longest = torch.maximum(length, out)
-                product = length.mul_(out).mul_(above(1))
+                product = row_norm(v).mul_(out).mul_(above(1))
                 norms = Size(product, product).rounded().norm if coarse(u) else product
                 result.append(Report(id(weight), Kind.NORM, norms))
             return result
@@ -194,7 +189,7 @@ class LinearPiece(Piece):
         assert self.inputs is not None
         if serves(self._u(), self.inputs):
             return [(WHOLE, DeviceProduct(self._u(), self.inputs, factors, self._terms))]
-        product = Product(self._u(), self.inputs, factors, self._terms, self._longest)
+        product = Product(self._u(), self.inputs, factors, self._terms)
         if self.bias is not None:
             self._product = product
         return [(WHOLE, product)]
