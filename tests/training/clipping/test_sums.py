@@ -266,13 +266,15 @@ def test_a_core_that_has_other_work_takes_fewer_rows(
 
 
 @pytest.mark.parametrize("held", [1, 40, 1 << 22])
+@pytest.mark.parametrize("added", [1, 11, 1 << 14])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 def test_tokens_that_are_looked_up_in_blocks(
-    held: int, index: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    held: int, added: int, index: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is held at a time, every token enters the row of its index once, within the bound
     (against rational arithmetic), and rows that nobody looked up are zero."""
     monkeypatch.setattr(sums, "_LOOKED_UP", held)
+    monkeypatch.setattr(sums, "_ADDED", added)
     torch.manual_seed(0)
     tokens, indices = torch.randn(7, 5, 3), torch.randint(0, 4, (7, 5), dtype=index)
     factors = torch.rand(7, dtype=torch.float64)
@@ -289,6 +291,20 @@ def test_tokens_that_are_looked_up_in_blocks(
     assert (
         squared_error(total.flatten(), exact_sum(each, weights)) <= Fraction(term.error * most) ** 2
     )
+
+
+def test_the_words_of_a_large_full_batch_are_within_the_bound() -> None:
+    """Sixty thousand texts at once were refused, after they had been paid for: now their words are
+    added up some at a time, so that fewer of them meet in a row."""
+    tokens = torch.ones(1, 1, 1).expand(60_000, 12, 1)
+    indices = torch.zeros(1, 1, dtype=torch.int64).expand(60_000, 12)
+    term = Lookup(tokens, indices, torch.full((60_000,), 1 / 12, dtype=torch.float64), 3, None)
+    assert term.error * term.cancelled * 60_000 < ALLOWANCE / 2
+    (total,) = Summation().parts(
+        [Located(0, slice(None), term, term.factors)], 60_000, 1.0, ALLOWANCE
+    )
+    assert total[0].item() == pytest.approx(60_000, rel=1e-13)
+    assert not total[1:].any()
 
 
 def test_work_beside_a_sum_that_fails_fails_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:

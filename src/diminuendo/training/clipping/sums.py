@@ -41,6 +41,8 @@ _NARROW, _NARROW_GPU = 64, 56
 _FEWEST = 16
 # Entries of tokens that are looked up, held in float64 at a time.
 _LOOKED_UP = 1 << 22
+# Tokens whose sums by index are taken at a time, at least: fewer in a row round less.
+_ADDED = 1 << 14
 # Entries of the wider side of a product from which on its rows are divided among a CPU's cores.
 _DIVIDED = 1 << 16
 
@@ -167,19 +169,20 @@ class Lookup(Term):
     terms: Tensor | None
 
     def __post_init__(self) -> None:
-        self.error = DOUBLE * (self.indices.numel() + 8)
+        count, each = self.indices.numel(), max(1, self.indices[0].numel())
+        most = min(_LOOKED_UP // max(1, self.tokens.shape[2]), max(_ADDED, math.isqrt(count)))
+        self._step = max(1, most // each)
+        self.error = DOUBLE * (min(count, self._step * each) + count // (self._step * each) + 9)
         self.cancelled = cancelled(self.tokens)
 
     def precise(self) -> Tensor:
-        step = max(1, _LOOKED_UP // max(1, self.tokens[0].numel()))
-        parts = [torch.split(part, step) for part in (self.tokens, self.indices, self.factors)]
+        parts = [
+            torch.split(part, self._step) for part in (self.tokens, self.indices, self.factors)
+        ]
         total: Tensor | None = None
         for tokens, indices, factors in zip(*parts, strict=True):
-            scaled = tokens.double().mul_(spread(factors, tokens))
-            if total is None:
-                total = self._added(scaled, indices)
-            else:
-                total.index_add_(0, indices.reshape(-1), scaled.flatten(0, 1))
+            sums = self._added(tokens.double().mul_(spread(factors, tokens)), indices)
+            total = sums if total is None else total.add_(sums)
         assert total is not None
         return total
 
