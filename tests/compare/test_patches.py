@@ -29,10 +29,10 @@ def few_patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("_LEAVES", 50),
         ("_PATCHES", 1000),
         ("_SCALED", 40),
-        ("_EVENED", 60),
         ("DIRECTIONS", 5),
     ):
         monkeypatch.setattr(patches, name, value)
+    monkeypatch.setattr(data, "_LEAVES_EVENING", 60)
     patches.bank.cache_clear()
     yield
     patches.bank.cache_clear()
@@ -95,22 +95,6 @@ def test_responses_are_those_of_each_patch_averaged_over_its_area() -> None:
             sums[:, areas[i], areas[j]] += above
             counts[areas[i], areas[j]] += 1
     torch.testing.assert_close(found, (sums / counts).flatten(1), rtol=1e-4, atol=1e-5)
-
-
-def test_the_directions_in_which_leaves_vary_most_are_made_shorter(tmp_path: Path) -> None:
-    images = random_images(20)
-    raw = patches.features(images, tmp_path, shown=False)
-    found = patches.evened(raw, tmp_path, shown=False).float()
-    alone = patches.evened(raw[7:8], tmp_path, shown=False).float()
-    torch.testing.assert_close(alone, found[7:8], rtol=1e-3, atol=1e-5)
-    public = leaves(60, seed=2)
-    of_leaves = patches.features(public, tmp_path, shown=False)
-    after = patches.evened(of_leaves, tmp_path, shown=False).double()
-    before = of_leaves.double()
-    before /= before.norm(dim=1, keepdim=True)
-    largest, kept = (torch.linalg.eigvalsh(x.T @ x / 60).flip(0)[:12] for x in (before, after))
-    torch.testing.assert_close(kept[:6], largest[5].expand(6), rtol=0.01, atol=0)
-    torch.testing.assert_close(kept[6:], largest[6:], rtol=0.01, atol=0)
 
 
 def test_tuning_never_reads_the_private_images(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diminuendo import _extras, _files
-from diminuendo.compare import cifar, patches, prepared, scattering
+from diminuendo.compare import cifar, even, patches, prepared, scattering
 from diminuendo.compare.leaves import leaves
 from diminuendo.errors import InputError
 from diminuendo.paper import digits
@@ -306,7 +306,7 @@ def _scattered(key: str, public: str | None = None) -> Callable[[Path | None], P
 
 _LEAVES = "drawn leaves"
 """Pictures that no data decide, as public as another set of images."""
-_LEAVES_DRAWN = 5000
+_LEAVES_DRAWN, _LEAVES_EVENING = 5000, 3000
 
 
 def _public_features(folder: Path | None, public: str) -> Tensor:
@@ -333,13 +333,44 @@ def _all_of(load: Callable[[Path | None], Pool]) -> Auxiliary:
     return auxiliary
 
 
+def _evened(key: str) -> Callable[[Path | None], Pool]:
+    """A loader of scattering features that are made even by drawn leaves."""
+
+    def load(folder: Path | None) -> Pool:
+        place, found = _images(folder, key)
+        shape = scattering.image(found.images)
+        pictures = leaves(_LEAVES_EVENING, seed=2)[:, : found.images.shape[1]]
+        public = scattering.features(_of_size(pictures, found.images), place)
+        known = even.scaled(public, public, shape[0])
+        parts = (
+            even.scaled(scattering.features(images, place), public, shape[0])
+            for images in (found.images, found.test_images)
+        )
+        x, test_x = (_with_intercept(even.evened(part, known, scattering.EVENED)) for part in parts)
+        sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
+        source = f"{key} by scattering, made even by drawn leaves: {sizes}"
+        return Pool(x, _labels(found.labels), test_x, _labels(found.test_labels), source, shape)
+
+    return load
+
+
+def _of_size(pictures: NDArray[np.uint8], like: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The middle of pictures, as large as images."""
+    high, wide = like.shape[2:]
+    up, left = ((a - b) // 2 for a, b in zip(pictures.shape[2:], (high, wide), strict=True))
+    return np.ascontiguousarray(pictures[:, :, up : up + high, left : left + wide])
+
+
 def _patched(key: str) -> Callable[[Path | None], Pool]:
     """A loader of features by patches of drawn leaves."""
 
     def load(folder: Path | None) -> Pool:
         place, found = _images(folder, key)
+        public = patches.features(leaves(_LEAVES_EVENING, seed=2), place)
         x, test_x = (
-            _with_intercept(patches.evened(patches.features(images, place), place))
+            _with_intercept(
+                even.evened(patches.features(images, place), public, patches.DIRECTIONS)
+            )
             for images in (found.images, found.test_images)
         )
         sizes = f"{len(x):,} to draw from, {len(test_x):,} for testing"
@@ -538,6 +569,14 @@ TASKS = {
             False,
             _scattered("cifar10", _LEAVES),
             _scattered_auxiliary("fashion", whitened=True),
+        ),
+        Task(
+            "cifar10-evened",
+            "CIFAR-10, scattering, made even by drawn leaves",
+            10,
+            False,
+            _evened("cifar10"),
+            _all_of(_evened("fashion")),
         ),
         Task(
             "cifar10-patches",

@@ -36,12 +36,9 @@ _LEAVES, _PATCHES = 5000, 50_000
 """Pictures that are drawn, and patches of them from which the whitening is computed."""
 _SCALED = 1000
 """Pictures by which channels are centred and scaled."""
-_EVENED = 3000
-"""Pictures, others than those, whose features' largest second moments are made equal."""
 DIRECTIONS = 400
-"""How many of them."""
+"""How many of the leaves' largest second moments are made equal (`even.evened`)."""
 _CHUNK = 40
-_ROWS = 5000
 CHANNELS = 2 * FILTERS
 WIDTH = CHANNELS * AREAS**2
 
@@ -55,41 +52,6 @@ def features(images: NDArray[np.uint8], folder: Path, *, shown: bool = True) -> 
     form = f"patches{SIZE}-{STRIDE}-{FILTERS}-areas{AREAS}-above{THRESHOLD:g}"
     path = folder / f"{form}-{digest(images)}.npy"
     return kept(path, (len(images), WIDTH), lambda: _computed(images, shown=shown))
-
-
-@torch.no_grad()
-def evened(own: Tensor, folder: Path, *, shown: bool = True) -> Tensor:
-    """Features, (N, WIDTH), of norm 1, less the share 1 − √(m/M) of each direction in which leaves
-    have one of the largest second moments M, m being the first that is not among these; in half
-    precision.
-
-    Most of an image's norm lies in directions that all images share; clipping and noise are in
-    units of the norm, and descent is slow where moments are unequal.
-
-    own     features of private images
-    folder  where those of leaves are kept
-    """
-    known, shares = _largest(features(leaves(_EVENED, seed=2), folder, shown=shown))
-    found = torch.empty(own.shape, dtype=torch.float16)
-    for start in range(0, len(own), _ROWS):
-        rows = _of_norm_one(own[start : start + _ROWS])
-        found[start : start + len(rows)] = rows - ((rows @ known) * shares) @ known.T
-    return found
-
-
-def _largest(public: Tensor) -> tuple[Tensor, Tensor]:
-    """The directions of the DIRECTIONS largest second moments, (WIDTH, DIRECTIONS), and the shares
-    that are taken away; from the matrix of products of rows, which is the smaller one."""
-    rows = _of_norm_one(public)
-    moments, mixtures = torch.linalg.eigh(rows @ rows.T / len(rows))
-    moments, mixtures = moments.flip(0), mixtures.flip(1)[:, :DIRECTIONS]
-    known = rows.T @ mixtures
-    shares = 1 - (moments[DIRECTIONS] / moments[:DIRECTIONS]).sqrt()
-    return known / known.norm(dim=0), shares
-
-
-def _of_norm_one(part: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(part.float(), dim=1)
 
 
 @dataclass(frozen=True, eq=False)

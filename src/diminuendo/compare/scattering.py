@@ -28,6 +28,8 @@ GROUPS = 27
 DIRECTIONS, POWER, FLOOR = 1500, 0.75, 1e-5
 """Whitening: how many directions are kept, how far their lengths are made equal (1: wholly), and
 the share of all second moments that is added to each so that the smallest stay small."""
+EVENED = 150
+"""How many of drawn leaves' largest second moments are made equal (`even.evened`)."""
 _PUBLIC = 20_000
 """Public images whose second moments are taken."""
 _CHUNK = 500
