@@ -203,6 +203,16 @@ def test_a_loop_of_its_own_is_told_that_falling_noise_is_for_a_constant_rate() -
     fall(make_plan(gamma=0.95, schedule="uniform"))
 
 
+class Standing(torch.optim.Optimizer):
+    """An optimizer that calls something else its momentum, and leaves the model as it is."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.2, "momentum": None})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
 @pytest.mark.parametrize(
     ("make", "used"),
     [
@@ -210,6 +220,8 @@ def test_a_loop_of_its_own_is_told_that_falling_noise_is_for_a_constant_rate() -
         (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), None),
         (lambda p: torch.optim.Adam(p, lr=0.2, betas=(0.8, 0.999)), "0.8"),
         (lambda p: torch.optim.Adam(p, lr=0.2), None),
+        (lambda p: torch.optim.Adam(p, lr=0.2, betas=[0.8, 0.999]), "0.8"),  # type: ignore[arg-type]
+        (Standing, None),
         (lambda p: PrivateDescent(p, lr=0.2, beta=0.9), None),
         (lambda p: PrivateDescent(p, lr=0.2, beta=0.0), "0"),
     ],

@@ -127,7 +127,9 @@ class Watch:
             return
         names = [name for name in ("beta", "betas", "momentum") if name in group]
         used = group[names[0]] if names else 0.0
-        used = used[0] if isinstance(used, tuple) else used
+        used = used[0] if isinstance(used, tuple | list) else used
+        if not isinstance(used, int | float | Tensor):
+            return  # an optimizer that means something else by the name
         if abs(float(used) - planned) > _CLOSE:
             warnings.warn(
                 f"The optimizer's momentum is {float(used):.6g}, where the plan has {planned:.6g}: "
